@@ -20,7 +20,7 @@ Row = dict[str, object]
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("tests/unit/kernels/gpu")
-_FIRST = [
+FIRST = [
     "test_triton_attention.py",
     "test_hopper_attention.py",
     "test_triton_fused_quantized.py",
@@ -38,14 +38,14 @@ _FIRST = [
 ]
 """What is worth most; the other files come after these."""
 
-_WITHOUT_A_GPU = {
+WITHOUT_A_GPU = {
     *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"),
     *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py", "test_serving_variants.py"),
 }
 """Files that test nothing on a GPU: they read sources, compile ahead of time, and try checks and this benchmark in the
 interpreter."""
 
-_PARTS = {"test_device_golden.py": 5, "test_triton_attention.py": 4, "test_triton_fused.py": 3, "test_device_recurrent.py": 2}
+PARTS = {"test_device_golden.py": 5, "test_triton_attention.py": 4, "test_triton_fused.py": 3, "test_device_recurrent.py": 2}
 """Of files that take longest, in how many processes they run."""
 
 _COUNTED = ("passed", "failed", "error", "skipped")
@@ -56,9 +56,9 @@ _SECONDS_TO_SUM_UP = 5
 
 def files_for_a_gpu() -> list[str]:
     """Return the names of the files that a GPU runs, what is worth most first; of long ones "FILE IofN": a part of it."""
-    found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - _WITHOUT_A_GPU
-    names = [*(name for name in _FIRST if name in found), *sorted(found - set(_FIRST))]
-    counts = {name: _PARTS.get(name, 1) for name in names}
+    found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - WITHOUT_A_GPU
+    names = [*(name for name in FIRST if name in found), *sorted(found - set(FIRST))]
+    counts = {name: PARTS.get(name, 1) for name in names}
     parted = [f"{name} {index}of{count}" for name, count in counts.items() if count > 1 for index in range(count)]
     return [*parted, *(name for name, count in counts.items() if count == 1)]
 

@@ -146,7 +146,7 @@ class Rounds:
         names = [str(number) for number in range(len(inputs))]
         for name, prompt, one in zip(names, inputs, params, strict=True):
             engine.add_request(name, prompt, one)
-        pulls = [transfer.pull for transfer in remote._transfers.values()]
+        pulls = list(remote.pulls.values())
         deadline_s, tokens = time.monotonic() + ROUND_S, {}
         while engine.has_unfinished_requests() and time.monotonic() < deadline_s:
             if at is None and (is_time(pages := sum(pull.num_done for pull in pulls)) or all(pull.is_over for pull in pulls)):
@@ -178,7 +178,7 @@ class Rounds:
             "unfinished requests": engine.num_unfinished_requests(),
             "pinned slots": tier.num_pinned,
             "used blocks": pool.num_blocks - pool.num_free,
-            "transfers": engine.remote_prefill._client.num_active + len(engine.remote_prefill._abandoned),
+            "transfers": engine.remote_prefill.num_under_way,
             "mapped slots": _num_mapped(),
             "threads": threading.active_count() - self._num_threads - 1,  # one watches connections
             "file descriptors": _num_fds() - self._num_fds - bool(backend_of()),  # NIXL opens one with the first peer

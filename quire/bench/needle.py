@@ -15,7 +15,7 @@ from quire.contracts.kv_compression import KvCompression
 from quire.contracts.sampling_params import SamplingParams
 from quire.engine.llm import LLM
 
-_INTRODUCTION = "\nRemember this. The secret words are"
+INTRODUCTION = "\nRemember this. The secret words are"
 _NUM_WORDS = 4
 """Words of a needle."""
 
@@ -98,7 +98,9 @@ class NeedleRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Needle:
+class Needle:
+    """A prompt, as token ids, and what is to follow it."""
+
     prompt: list[int]
     answer: list[int]
 
@@ -136,7 +138,7 @@ def _measure(
         haystack = encode(text, add_special_tokens=False)
         places = [(length, depth) for length in grid.lengths for depth in grid.depths for _ in range(grid.num_prompts)]
         needles = [
-            _make_needle(encode, haystack, words, length, depth, random.Random(index))
+            make_needle(encode, haystack, words, length, depth, random.Random(index))
             for index, (length, depth) in enumerate(places)
         ]
         limit = report.memory.max_model_len
@@ -168,13 +170,13 @@ def _measure(
     return NeedleResult(config.model, report.spec.dtype, report.memory.kv.format_name, tuple(cells), described)
 
 
-def _make_needle(
+def make_needle(
     encode: Callable[..., list[int]], haystack: list[int], words: list[str], length: int, depth: float, draw: random.Random
-) -> _Needle:
+) -> Needle:
     """Return a prompt of `length` tokens: a part of the text with a needle in it, and then the beginning of the needle."""
     if len(words) < _NUM_WORDS:
         raise ConfigError(f"the text has {len(words)} words of letters; at least {_NUM_WORDS} are needed for a needle")
-    introduction = encode(_INTRODUCTION, add_special_tokens=False)
+    introduction = encode(INTRODUCTION, add_special_tokens=False)
     answer = encode(" " + " ".join(draw.sample(words, _NUM_WORDS)), add_special_tokens=False)
     needle = [*introduction, *answer, *encode(".\n", add_special_tokens=False)]
     num_tokens = length - len(needle) - len(introduction)
@@ -186,4 +188,4 @@ def _make_needle(
         )
     start = draw.randrange(len(haystack) - num_tokens + 1)
     hay, place = haystack[start : start + num_tokens], round(depth * num_tokens)
-    return _Needle([*hay[:place], *needle, *hay[place:], *introduction], answer)
+    return Needle([*hay[:place], *needle, *hay[place:], *introduction], answer)

@@ -120,10 +120,10 @@ class EngineConfig:
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
-    save_expert_load        write the tokens of each expert to this file when the engine is closed. Without pipeline stages and
-                            prefill_context_parallel_size
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. Without
+                            prefill_context_parallel_size, and on GPUs without pipeline stages
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
-                            tokens. On a CPU
+                            tokens
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
     save_expert_placement   write the placement to this file when experts have moved, and when the engine is closed
     expert_capacity_factor  lossy, changes outputs: an expert takes at most this many times the mean of a step (1 to 8; usual:
@@ -151,8 +151,8 @@ class EngineConfig:
                             model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number. On a
                             CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
-    enable_lora             take LoRA adapters (PEFT), which requests name. Not with ranks on GPUs,
-                            enable_dp_attention or prefill_context_parallel_size
+    enable_lora             take LoRA adapters (PEFT), which requests name. Not with enable_dp_attention or
+                            prefill_context_parallel_size
     max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
                             of those that no request uses
     max_lora_rank           the largest rank of an adapter

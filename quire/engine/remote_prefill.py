@@ -84,6 +84,16 @@ class RemotePrefill:
         return bool(self._transfers)
 
     @property
+    def num_under_way(self) -> int:
+        """Transfers that are not over, those of requests that do not wait for them any more included."""
+        return self._client.num_active + len(self._abandoned)
+
+    @property
+    def pulls(self) -> dict[str, Pull]:
+        """The transfers that requests wait for, by request."""
+        return {str(name): transfer.pull for name, transfer in self._transfers.items()}
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """How transfers ended, see Pull, and why prompts were computed here without one: short, slower, adapter, no_peer,
         no_room."""

@@ -86,8 +86,6 @@ class SleepingRunner:
             return None
         if config.distributed_executor_backend == "ray" or launched_group(config) is not None:
             return "ranks that a launcher has started, because they cannot be started again: use level 1"
-        if self._slab is not None and report.device != "cpu":
-            return "a host tier on a GPU, because the memory of two would be pinned while the model is loaded: use level 1"
         if self._slab is not None and config.parallel.world_size > 1:
             return "a host tier on several ranks or stages, because its pages would be lost: use level 1"
         if config.save_expert_load is not None:
@@ -141,7 +139,7 @@ class SleepingRunner:
             kv_cache_memory_bytes=None,
             max_model_len=memory.max_model_len,
         )
-        runner, report = build_runner(fixed)
+        runner, report = build_runner(fixed, self._slab)
         found = report.memory
         is_same = (found.num_kv_blocks, found.num_states, found.num_state_checkpoints) == (
             memory.num_kv_blocks,
@@ -154,8 +152,6 @@ class SleepingRunner:
                 f"the model was loaded again with {found.num_kv_blocks} KV blocks and max_model_len {found.max_model_len}, but "
                 f"had {memory.num_kv_blocks} and {memory.max_model_len}: its files have changed, restart the engine"
             )
-        if self._slab is not None:
-            runner.adopt_host_slab(self._slab)
         return runner
 
     def close(self) -> None:

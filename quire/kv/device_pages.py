@@ -183,8 +183,10 @@ class DevicePages:
             _pin(self, slab.address, slab.num_slots * slab.stride)
 
     def warm_up(self) -> None:
-        """Compile the kernels, and start the streams, before anything waits for them; no page may be in use."""
-        self.move(0, [(0, 0)], [(0, 0)])
+        """Compile the kernels, and start the streams, before anything waits for them; no block may be in use. Slot 0 keeps its
+        page."""
+        self.move(0, [], [(0, 0)])
+        self.move(0, [(0, 0)], [])
         self.settle()
         self.take_done()
         self._slab.save_s = self._slab.load_s = 0.0

@@ -337,7 +337,7 @@ class DecoderLayer:
 
     def _run_mixer(self, x: Tensor, step: AttentionMetadata, cache: LayerCache) -> Tensor:
         assert self.spec.mixer is not None
-        return run_mixer(x, self.spec.mixer, self._parameters, cache.states, step)
+        return run_mixer(x, self.spec.mixer, self._parameters, cache.states, step, self._adapted)
 
     def _shared_block(self, x: Tensor, embeddings: Tensor | None, place: LayerPlace) -> Tensor:
         """Return what a shared block gives the mixer."""
@@ -355,8 +355,13 @@ class DecoderLayer:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         y = F.linear(x, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
         if self.spec.shared_block is not None and f"adapters.{name}_in.weight" in self._parameters:
-            read = F.linear(x, self._parameters[f"adapters.{name}_in.weight"])
-            y = y + F.linear(read, self._parameters[f"adapters.{name}_out.weight"])
+            first, second = f"adapters.{name}_in", f"adapters.{name}_out"
+            read = self._adapted(F.linear(x, self._parameters[f"{first}.weight"]), x, first)
+            y = y + self._adapted(F.linear(read, self._parameters[f"{second}.weight"]), read, second)
+        return self._adapted(y, x, name)
+
+    def _adapted(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return the output y of a linear layer with what LoRA adapters add for its input x; may change y."""
         return y if self._lora is None else self._lora.add_to(y, x, self._prefix + name)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:

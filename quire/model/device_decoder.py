@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.expert_options import LossyRouting
-from quire.contracts.model_spec import (
-    NO_ATTENTION,
-    NO_MLP,
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    RopeSpec,
-)
-from quire.kernels.reference.activation import apply_xielu, cut_gate
+from quire.contracts.model_spec import ModelSpec
 from quire.kernels.reference.altup import join_streams, split_streams
-from quire.kernels.reference.norm import normalize as normalize_by_torch
-from quire.kernels.triton.activation import activate
-from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts, multiply_pairs, route_pairs
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
+from quire.kernels.triton.norm import normalize
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_decoder_layer import DeviceLayer
 from quire.model.device_embedding import DeviceEmbedding, norm_of
-from quire.model.device_experts import ExpertExchange
-from quire.model.device_heads import fill_missing_weights, needs_separate_heads, rope_of, turn_heads
-from quire.model.device_latent import LatentAttention
-from quire.model.device_layers import (
-    ExpertBranches,
-    FusedLayer,
-    LayerTail,
-    SharedBlock,
-    describe_fusion,
-    reason_not_to_fuse,
-)
+from quire.model.device_heads import fill_missing_weights, rope_of
+from quire.model.device_layers import describe_fusion
 from quire.model.device_linear import DeviceLinear
-from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
-from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
+from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.model.device_refusal import check_on_device
-from quire.model.device_routing import DeviceRouting, RealRows, RoutingCounts, read_counts
+from quire.model.device_routing import RealRows, RoutingCounts, read_counts
 from quire.model.device_stage import DeviceStage
-from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
+from quire.model.device_streams import LayerInputs
 from quire.model.device_weights import DeviceWeights, load_on_device
-from quire.model.mixers import mix
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
@@ -141,6 +116,11 @@ class DeviceDecoder:
         most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
         self.fusion = describe_fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
 
+    @property
+    def row_parallel(self) -> frozenset[str]:
+        """The names of the weights that are cut by their inputs, with ranks."""
+        return frozenset(self._weights.row_parallel)
+
     def on_device(self) -> AbstractContextManager[object]:
         """Make the model's device current for this thread, within the block."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -163,7 +143,30 @@ class DeviceDecoder:
 
     def expert_counts(self) -> list[RoutingCounts | None]:
         """Return the counts of each layer; None: it has no experts, or they are not watched. Waits for launched steps."""
-        return read_counts([layer.routing for layer in self._layers])
+        with self.on_device():
+            return read_counts([layer.routing for layer in self._layers])
+
+    @property
+    def placements(self) -> dict[int, ExpertPlacement]:
+        """Where the whole experts of each layer are, by its index; empty: they are not on ranks."""
+        exchanges = {index: layer.exchange for index, layer in enumerate(self._layers)}
+        return {index: exchange.placement for index, exchange in exchanges.items() if exchange is not None}
+
+    def check_expert(self, layer: int, weights: DeviceWeights) -> None:
+        """Raise UnsupportedError for the weights of one expert whose form is not that of the layer's."""
+        self._layers[layer].check_expert(weights)
+
+    @torch.inference_mode()
+    def place_experts(self, layer: int, added: Mapping[int, DeviceWeights], placement: ExpertPlacement, rank: int) -> None:
+        """Take another placement of a layer's experts between two steps: launches copies, and waits for nothing.
+
+        added  the weights of the experts that this rank gets, as load_expert returns them
+        """
+        with self.on_device():
+            self._layers[layer].place_experts(added, placement)
+            if self.device.type == "cuda":  # they were made on another stream, which could use their memory again
+                for tensor in itertools.chain.from_iterable(weights.all_tensors() for weights in added.values()):
+                    tensor.record_stream(torch.cuda.current_stream())
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
@@ -286,10 +289,9 @@ class DeviceDecoder:
         """
         if self.head is None:
             raise InvariantError("logits are asked of a pipeline stage without the LM head")
-        if self.ranks is not None:
-            return self.finish_logits(self.ranks.gather_logits(self.head(hidden), out))
-        logits = self.head(hidden, out)
-        return self.finish_logits(logits if lora is None else lora.add_to(logits, hidden, "lm_head"))
+        logits = self.head(hidden, out if self.ranks is None else None)
+        logits = logits if lora is None else lora.add_to(logits, hidden, "lm_head")
+        return self.finish_logits(logits if self.ranks is None else self.ranks.gather_logits(logits, out))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap logits as the model does, in place, and return them."""
@@ -298,327 +300,3 @@ class DeviceDecoder:
         if self.spec.final_softcap is not None:
             logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return logits
-
-
-class DeviceLayer:
-    """A layer of a DeviceDecoder with separate kernels; with `ranks`, the part of one rank."""
-
-    def __init__(
-        self,
-        spec: LayerSpec,
-        prefix: str,
-        weights: DeviceWeights,
-        ropes: Mapping[RopeSpec, Rope],
-        is_in_order: bool,
-        ranks: LayerRanks | None = None,
-    ) -> None:
-        own = _under(weights.tensors, prefix)
-        self._spec, self._prefix, self._is_in_order, self._ranks = spec, prefix, is_in_order, ranks
-        whole_rows = _under(weights.whole_rows, prefix)
-        self._linears = {
-            name.removesuffix(".weight"): DeviceLinear(
-                parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order, whole_rows[name]
-            )
-            for name, parts in _under(weights.linears, prefix).items()
-        }
-        self._experts = _under(weights.experts, prefix)
-        self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
-        biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
-        self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
-        self._correction, scale = own.get("correction.bias"), own.get("shared_scale.weight")
-        self._shared_scale = None if scale is None else DeviceLinear((scale,), None, is_in_order)
-        self._sinks = own.get("sinks.weight")
-        is_branched = isinstance(spec.mlp, MoeSpec) and spec.mlp.branch_norm is not None
-        self._branches = ExpertBranches(spec.mlp, own) if is_branched and isinstance(spec.mlp, MoeSpec) else None
-        attention = spec.attention
-        self._rope = None if attention.rope is None else ropes[attention.rope]
-        self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
-        self.attn_in = norm_of(own, "attn_in", spec.attn_in)
-        self._attn_out = norm_of(own, "attn_out", spec.attn_out)
-        self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)
-        self._mlp_out = norm_of(own, "mlp_out", spec.mlp_out)
-        # A layer that reads another's keys has only q: then the norm of k is not used.
-        names = ("q_norm", "q_norm" if attention.kv_source is not None else "k_norm")
-        q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in names)
-        self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-        self.kv_source = attention.kv_source
-        norms = LayerNorms(self.attn_in, self._attn_out, self._mlp_in, self._mlp_out)
-        self._streams = None if spec.altup is None else StreamLayer(spec, own, norms)
-        self._shared = None if spec.shared_block is None else SharedBlock(spec.shared_block, own, is_in_order)
-        self._tail = LayerTail(spec, own, is_in_order) if spec.per_layer_gate is not None or spec.has_scale else None
-        is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
-        self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
-        self.fused: FusedLayer | None = None
-        self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
-        self.routing: DeviceRouting | None = None
-        self._own = own
-        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
-        gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
-        self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
-        self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
-
-    def watch_experts(self, lossy: LossyRouting, rows: RealRows) -> None:
-        """See DeviceDecoder."""
-        if isinstance(self._spec.mlp, MoeSpec):
-            router = self._own["router.weight"]
-            self.routing = DeviceRouting(self._spec.mlp, lossy, rows, self._correction, router.device)
-        if self._exchange is not None:
-            self._exchange.needs_all_rows = bool(lossy)
-
-    @property
-    def first_norm(self) -> Norm | None:
-        """The norm of what the layer reads first; None where it normalises that itself."""
-        if self._shared is not None:
-            return None
-        return self._mlp_in if self._spec.is_mlp_only else self.attn_in
-
-    @property
-    def can_divide_rows(self) -> bool:
-        """Whether ranks may each have a part of the rows of the residual stream: both blocks end with a sum over the ranks."""
-        spec = self._spec
-        if spec.mixer is not None or spec.is_parallel or spec.is_mlp_only or spec.mlp == NO_MLP:
-            return False
-        if self._ranks is None or any(part is not None for part in (self._tail, self._shared, self._branches, self._streams)):
-            return False
-        closing = {"o", "experts.down"} if isinstance(spec.mlp, MoeSpec) else {"o", "down"}
-        closing -= {"experts.down"} if self._exchange is not None else set()
-        if isinstance(spec.mlp, MoeSpec) and spec.mlp.shared is not None:
-            closing.add("shared.down")
-        return self._ranks.row_parallel >= closing
-
-    def fuse(self, arrived: Tensor, dtype: torch.dtype) -> str | None:
-        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in ProjectedAttention."""
-        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks, dtype)
-        if reason is None:
-            norms = self.attn_in, self._mlp_in
-            attention = ProjectedAttention(self._spec.attention, self._rope, self._qk_norms, arrived)
-            self.fused = FusedLayer(self._spec, self._linears, norms, attention, self._ranks)
-        return reason
-
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        positions: Tensor,
-        step: DeviceAttentionMetadata,
-        cache: KvCache,
-        following: Norm | None,
-        states: Sequence[Tensor] = (),
-        per_layer: Tensor | None = None,
-        embeddings: Tensor | None = None,
-    ) -> Tensor:
-        """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x.
-
-        states      the layer's recurrent states, of a DeviceKvPool
-        per_layer   its inputs besides the residual [T, size]
-        embeddings  [T, hidden_size] what the first layer reads, for a shared block
-        """
-        if self._shared is not None and embeddings is not None:
-            return self._run_shared(x, embeddings, positions, step, cache, following, states)
-        if self._tail is None:
-            return self._run_blocks(x, y, positions, step, cache, following, states)
-        self._run_blocks(x, y, positions, step, cache, None, states)
-        self._tail.finish(x, per_layer)
-        return x if following is None else normalize(x, following)
-
-    def _run_shared(
-        self,
-        x: Tensor,
-        embeddings: Tensor,
-        positions: Tensor,
-        step: DeviceAttentionMetadata,
-        cache: KvCache,
-        following: Norm | None,
-        states: Sequence[Tensor],
-    ) -> Tensor:
-        """Run the shared block and the mixer after it; see SharedBlockSpec."""
-        assert self._shared is not None
-        assert self.attn_in is not None
-        assert self._mlp_in is not None
-        assert self._spec.mixer is not None
-        y = self._attention(
-            normalize(torch.cat((x, embeddings), 1), self.attn_in), positions, step, cache, self._spec.attention
-        )
-        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x))
-        mixed = mix(read, self._spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
-        return add_and_normalize(x, mixed, following)
-
-    def forward_streams(
-        self, streams: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, per_layer: Tensor | None
-    ) -> Tensor:
-        """Return the streams [N, T, hidden_size] of alternating updates after the layer."""
-        if self._streams is None:
-            raise InvariantError("several streams are run through a layer of one")
-
-        def mix(y: Tensor) -> Tensor:
-            return self._mix(y, positions, step, cache, ())
-
-        return self._streams.forward(streams, mix, lambda y, x: self._mlp(y, step, x), per_layer)
-
-    def _run_blocks(
-        self,
-        x: Tensor,
-        y: Tensor,
-        positions: Tensor,
-        step: DeviceAttentionMetadata,
-        cache: KvCache,
-        following: Norm | None,
-        states: Sequence[Tensor],
-    ) -> Tensor:
-        """Add the blocks to the residual stream x in place; return `following` of it."""
-        scale = self._spec.residual_scale
-        if self._spec.is_mlp_only:
-            return add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
-        branch = self._mix(y, positions, step, cache, states)
-        if self._spec.mlp == NO_MLP:
-            return add_and_normalize(x, branch, following, self._attn_out, scale)
-        if self._spec.is_parallel:
-            read = y if self._mlp_in is None else normalize(x, self._mlp_in)
-            other = self._mlp(read, step, x)
-            add_and_normalize(x, branch, None, self._attn_out, scale)
-            return add_and_normalize(x, other, following, self._mlp_out, scale)
-        y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
-        y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
-        return y if self._ranks is None else self._ranks.gather_rows(y)
-
-    def _takes_own_rows(self, y: Tensor) -> bool:
-        """Return whether the feed-forward block of divided rows reads this rank's only."""
-        return self._exchange is not None and self._exchange.takes_own_rows(y)
-
-    def _mix(
-        self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the output of attention, of the mixer, or of both together."""
-        spec, mixed = self._spec, None
-        if spec.mixer is not None:
-            mixed = mix(y, spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
-            if spec.attention == NO_ATTENTION:
-                return mixed
-        read = y if spec.attention_in_scale == 1.0 else y * spec.attention_in_scale
-        attended = self._attention(read, positions, step, cache, spec.attention)
-        return attended if mixed is None else mixed * spec.mixer_out_scale + attended * spec.attention_out_scale
-
-    def _attention(
-        self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, spec: AttentionSpec
-    ) -> Tensor:
-        if self._latent is not None:
-            attended = self._latent.attend(y, lambda name, x: self._product(name, x, step), positions, step, cache)
-            return self._close("o", attended, step)
-        qkv = self._product("qkv", y, step)
-        if spec.clip_qkv is not None:
-            qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
-        q, k, v = self._split(qkv)
-        norms, rope = self._qk_norms, self._rope
-        if norms is not None and spec.qk_norm_over == "all":
-            q, k = (q, k) if self._ranks is None else self._ranks.gather_heads(q, k)
-            q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
-            q, k = (q, k) if self._ranks is None else self._ranks.own_heads(q, k)
-        heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
-        if needs_separate_heads(spec):
-            heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
-        if spec.v_norm is not None and self.kv_source is None:
-            heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
-        slots = step.slots if self.kv_source is None else None
-        q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
-        attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
-        if self._attention_gate is not None:
-            gate = self._attention_gate(y)
-            if step.lora is not None:
-                gate = step.lora.add_to(gate, y, f"{self._prefix}attn_gate")
-            attended = attended * torch.sigmoid(gate)
-        return self._close("o", attended, step)
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; keys may be values, too, and a layer without keys of its own gives some queries in their place."""
-        count = 1 if self.kv_source is not None else 2 if self._spec.attention.is_v_from_k else 3
-        q, *others = qkv.split(self._sizes[:count], 1)
-        k = others[0] if others else q[:, : self._sizes[1]]
-        return q, k, others[1] if len(others) > 1 else k
-
-    def _product(self, name: str, x: Tensor, step: DeviceAttentionMetadata) -> Tensor:
-        """Return the output of a linear layer, with what the adapters of the step add."""
-        out = self._linears[name](x)
-        if self._shared is not None:
-            self._shared.adapt(out, x, name)
-        return out if step.lora is None else step.lora.add_to(out, x, self._prefix + name)
-
-    def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
-        """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
-        if self._ranks is None:
-            return self._product(name, rows, step)
-        return self._ranks.close_block(name, self._linears[name], rows)
-
-    def _mlp(self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor) -> Tensor:
-        """Return the output of the feed-forward block of y, the residual normalised."""
-        spec = self._spec.mlp
-        if isinstance(spec, MoeSpec) and self._router is not None:
-            routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
-            routed = routed.float() if spec.is_router_f32 else routed
-            logits, lora = self._router(routed), step.lora
-            logits = logits if lora is None else lora.add_to(logits, routed, f"{self._prefix}router")
-            read = read if spec.latent_size is None else self._product("latent_in", read, step)
-            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
-            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
-            if self.routing is not None:
-                extra = self.routing.watched(extra, logits, is_noted=self._exchange is not None)
-            out, kind = self._run_experts(read, logits, spec, extra)
-            out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
-            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
-            if ranks is None:
-                branches = self._branches
-                return out if shared is None else out + shared if branches is None else branches.join(shared, out)
-            if shared is None:
-                return ranks.close_part(out, kind)
-            shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
-            if kind == shared_kind and self._branches is None:
-                return ranks.close_part(out + shared, kind)
-            out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
-            return out + shared if self._branches is None else self._branches.join(shared, out)
-        both = self._product("gate_up", y, step)
-        if spec.is_gated:
-            gate, up = both.chunk(2, 1)
-            gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
-            gate = gate if spec.sparsity == 0 else cut_gate(gate, spec.sparsity)
-            out = self._close("down", activate(gate, up, spec.activation), step)
-            return out if spec.down_scale == 1.0 else out * spec.down_scale
-        if self._xielu is not None:
-            return self._close("down", apply_xielu(both, *self._xielu), step)
-        return self._close("down", activate(both, None, spec.activation), step)
-
-    def _run_experts(self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras) -> tuple[Tensor, PartKind]:
-        """Return what the experts give for x [T, N], and what that is with ranks."""
-        gate_up, down = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-        if self._exchange is None:
-            ranks = self._ranks
-            is_sum = ranks is not None and "experts.down" in ranks.row_parallel
-            gather = None if ranks is None or is_sum else ranks.gather_inner
-            out = mixture_of_experts(x, logits, spec, gate_up, down, self._is_in_order, extra, gather=gather)
-            return out, "sum" if is_sum else "columns"
-        given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order, extra.biases
-        routes = route_pairs(logits, spec, x.dtype, extra)
-        note = None if self.routing is None else self.routing.note
-        out, is_part = self._exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given), note)
-        return out, "sum" if is_part else "whole"
-
-    def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
-        """Return the output of the shared expert; with ranks, its partial sum or its columns."""
-        both = self._product("shared.gate_up", y, step)
-        inner = activate(*both.chunk(2, 1), spec.activation) if spec.is_gated else activate(both, None, spec.activation)
-        if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
-            inner = self._ranks.gather_inner(inner, "shared.down")
-        out = self._product("shared.down", inner, step)
-        if self._shared_scale is None:
-            return out
-        scale = self._shared_scale(y)
-        scale = scale if step.lora is None else step.lora.add_to(scale, y, f"{self._prefix}shared_scale")
-        return torch.sigmoid(scale) * out
-
-
-T = TypeVar("T")
-
-
-def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Return the entries whose names begin with a prefix, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

@@ -16,8 +16,9 @@ from quire.model.expert_legs import Leg, LegMaker
 from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
-MultiplyPairs = Callable[[Tensor, Routes], Tensor]
-"""(rows [T, N], routes to experts of this rank; negative: none) -> weighted outputs [P, N], zeros where there is no expert."""
+MultiplyPairs = Callable[[Tensor, Routes, Tensor | None], Tensor]
+"""(rows [T, N], routes to experts of this rank; negative: none, numbers of the rows' adapters) -> weighted outputs [P, N],
+zeros where there is no expert."""
 
 HALVES_ROWS = 256
 """Rows of a rank from which on a step is exchanged in two halves; an estimate, not measured."""
@@ -50,15 +51,34 @@ class ExpertExchange:
         self._ranks, self._top_k, self._is_in_order = ranks, top_k, is_in_order
         self._rank, self.needs_all_rows = ranks.shard.rank, False
         self.num_own = len(placement.ranks[self._rank])
-        holders = [
-            [rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)
-        ]
-        own = {expert: place for place, expert in enumerate(placement.ranks[self._rank])}
-        size = len(placement.ranks)
-        self._holders = torch.tensor([(each * size)[:size] for each in holders], device=device)  # [E, R]
-        self._num_copies = torch.tensor([len(each) for each in holders], device=device)
-        self._place = torch.tensor([own.get(expert, -1) for expert in range(len(holders))], dtype=torch.int32, device=device)
+        self.placement, self._slots = placement, list(placement.ranks[self._rank])
+        self._holders, self._num_copies, self._place = (table.to(device) for table in self._tables())
         self._legs = LegMaker(self._rank, ranks.hosts, device)
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of each expert: the ranks that hold its copies [E, R], how many these are [E], and its slot here or -1 [E]."""
+        by_rank, size = list(enumerate(self.placement.ranks)), len(self.placement.ranks)
+        experts = range(self.placement.num_experts)
+        holders = [[rank for rank, own in by_rank if expert in own] for expert in experts]
+        slots = [self._slots.index(expert) if expert in self._slots else -1 for expert in experts]
+        counts = torch.tensor([len(each) for each in holders])
+        return torch.tensor([(each * size)[:size] for each in holders]), counts, torch.tensor(slots, dtype=torch.int32)
+
+    def place(self, placement: ExpertPlacement) -> list[tuple[int, int]]:
+        """Take another placement, with as many experts on this rank, for the steps that are launched from now on.
+
+        Returns the slots of this rank that get another expert, and which; all others stay where they are.
+        """
+        own = placement.ranks[self._rank]
+        new = iter([expert for expert in own if expert not in self._slots])
+        changed = [(slot, next(new)) for slot, expert in enumerate(self._slots) if expert not in own]
+        for slot, expert in changed:
+            self._slots[slot] = expert
+        self.placement = placement
+        # In place: recorded steps read these.
+        for table, values in zip((self._holders, self._num_copies, self._place), self._tables(), strict=True):
+            table.copy_(values)
+        return changed
 
     @classmethod
     def of(
@@ -74,24 +94,30 @@ class ExpertExchange:
         return self._ranks.has_divided_rows and self._exchanges(x) and not self.needs_all_rows
 
     def run(
-        self, x: Tensor, routes: Routes, multiply: MultiplyPairs, note: Callable[[Tensor], None] | None = None
+        self,
+        x: Tensor,
+        routes: Routes,
+        multiply: MultiplyPairs,
+        note: Callable[[Tensor], None] | None = None,
+        adapters: Tensor | None = None,
     ) -> tuple[Tensor, bool]:
         """Return what the experts give [T, N], and whether that is this rank's part of a sum. While rows are divided: complete
         rows of this rank only, unless it is a part of a sum.
 
-        x       [T, N] what the experts read, of all rows; of this rank's only, where takes_own_rows says so
-        routes  of the same rows
-        note    takes the experts of all pairs of all rows
+        x         [T, N] what the experts read, of all rows; of this rank's only, where takes_own_rows says so
+        routes    of the same rows
+        note      takes the experts of all pairs of all rows
+        adapters  [T] i32 the number of each row's LoRA adapter, -1: none; x has all rows then. None: no row has one
         """
-        has_own_rows = self.takes_own_rows(x)
+        has_own_rows = adapters is None and self.takes_own_rows(x)
         if has_own_rows:
             routes = self._gather_routes(routes)
         if note is not None:
             note(routes.experts)
         if not self._exchanges(x):
-            return self._run_all(x, routes, multiply)
+            return self._run_all(x, routes, multiply, adapters)
         num_rows = len(routes.experts) // self._top_k
-        found = self._exchange(x, routes, num_rows, multiply, has_own_rows)
+        found = self._exchange(x, routes, num_rows, multiply, has_own_rows, adapters)
         return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, num_rows)), False
 
     def _exchanges(self, x: Tensor) -> bool:
@@ -108,11 +134,11 @@ class ExpertExchange:
         """Return the place of each pair's expert on this rank; -1: another rank computes it."""
         return self._place[experts.long().clamp(min=0)].where(owners == self._rank, -1)
 
-    def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs) -> tuple[Tensor, bool]:
+    def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> tuple[Tensor, bool]:
         """The same where all ranks have all rows."""
         pairs = torch.arange(len(routes.experts), device=x.device)
         owners = self._owners(routes.experts, pairs // self._top_k)
-        parts = multiply(x, Routes(routes.shares, self._places(routes.experts, owners)))
+        parts = multiply(x, Routes(routes.shares, self._places(routes.experts, owners)), adapters)
         if not self._is_in_order or self._ranks.is_measuring:
             return add_pairs(parts, self._top_k), True
         return add_pairs(self._ranks.gather(parts)[owners, pairs], self._top_k), False
@@ -123,14 +149,16 @@ class ExpertExchange:
         told = self._ranks.gather_rows(told).view(-1, 2)
         return Routes(told[:, 1].contiguous().view(torch.float32), told[:, 0].contiguous())
 
-    def _exchange(self, x: Tensor, routes: Routes, num_rows: int, multiply: MultiplyPairs, has_own_rows: bool) -> Tensor:
+    def _exchange(
+        self, x: Tensor, routes: Routes, num_rows: int, multiply: MultiplyPairs, has_own_rows: bool, adapters: Tensor | None
+    ) -> Tensor:
         """Return what the experts give for this rank's rows [t, N]; routes: of all rows, x: of all or of this rank's."""
         size, rows = len(self._ranks.hosts), torch.arange(num_rows, device=x.device)
         source = ((rows + 1) * size - 1) // num_rows  # as DeviceRanks.own_rows divides them
         owners = self._owners(routes.experts, rows.repeat_interleave(self._top_k)).view(num_rows, self._top_k)
         num_pairs = (owners[:, :, None] == torch.arange(size, device=x.device)).sum(1)
         own = self._ranks.own_rows(num_rows)
-        call = _Call(x, own.start if has_own_rows else None, routes, owners, source, multiply)
+        call = _Call(x, own.start if has_own_rows else None, routes, owners, source, multiply, adapters)
         if num_rows // size < HALVES_ROWS:
             parts, halves = [own], [rows >= 0]
         else:
@@ -155,7 +183,8 @@ class ExpertExchange:
         experts = call.routes.experts.view(pairs)[last.received].flatten()
         shares = call.routes.shares.view(pairs)[last.received].flatten()
         places = self._places(experts, call.owners[last.received].flatten())
-        results = call.multiply(rows, Routes(shares, places))
+        adapters = None if call.adapters is None else call.adapters[last.received]
+        results = call.multiply(rows, Routes(shares, places), adapters)
         return (yield from (self._return_pairs if self._is_in_order else self._return_sums)(call, legs, own, results, places))
 
     def _return_pairs(self, call: _Call, legs: Sequence[Leg], own: slice, results: Tensor, places: Tensor) -> _Exchanging:
@@ -197,7 +226,8 @@ class ExpertExchange:
 
 class _Call(NamedTuple):
     """Of a step: what the experts read, and the routes of all rows [T]; first: the number of the first row of x, None: x has
-    all rows; owners [T, top_k]: the rank that computes each pair; source [T]: the rank that each row is from."""
+    all rows; owners [T, top_k]: the rank that computes each pair; source [T]: the rank that each row is from; adapters: as in
+    `run`."""
 
     x: Tensor
     first: int | None
@@ -205,6 +235,7 @@ class _Call(NamedTuple):
     owners: Tensor
     source: Tensor
     multiply: MultiplyPairs
+    adapters: Tensor | None
 
 
 def _in_turns(parts: list[_Exchanging]) -> list[Tensor]:

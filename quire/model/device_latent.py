@@ -71,7 +71,7 @@ class LatentAttention:
         if self._indexer is None:
             attended = attend(q, cache, step, spec, None, self._is_in_order)
         else:
-            index = self._indexer.inputs(y, read, positions, step, cache)
+            index = self._indexer.inputs(y, read, positions, step, cache, self._prefix)
             attended = attend_chosen(q, index, cache.k, step, spec, self._indexer.spec, self._is_in_order)
         values = multiply_heads(attended, self._out_of, self._is_in_order)
         return (values if lora is None else lora.add_to_values(values, attended, name)).flatten(1)
@@ -98,19 +98,24 @@ class _Indexer:
         self._norm = Norm(spec.norm, own["index_k_norm.weight"], own.get("index_k_norm.bias"))
 
     def inputs(
-        self, y: Tensor, q_latent: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache
+        self, y: Tensor, q_latent: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, prefix: str
     ) -> IndexInputs:
         """Store the keys of the tokens in the cache, and return what scores all keys.
 
         y, q_latent  [T, K], what the layer reads, and what queries are made of
+        prefix       of the layer's canonical names
         """
         if cache.index is None:
             raise InvariantError("the cache has no room for the keys of an indexer")
-        q = self._turned(self._q(q_latent).unflatten(1, (self.spec.num_heads, -1)))
-        k = self._turned(normalize(self._k(y), self._norm)[:, None])
+
+        def adapted(out: Tensor, x: Tensor, name: str) -> Tensor:
+            return out if step.lora is None else step.lora.add_to(out, x, prefix + name)
+
+        q = self._turned(adapted(self._q(q_latent), q_latent, "index_q").unflatten(1, (self.spec.num_heads, -1)))
+        k = self._turned(normalize(adapted(self._k(y), y, "index_k"), self._norm)[:, None])
         index = KvCache(cache.index, cache.index)
         q = place_heads(Projections(q, k, k), index, step.slots, positions, self._rope, None, self._is_in_order)
-        weights = self._weights(y).float() * self.spec.num_heads**-0.5
+        weights = adapted(self._weights(y), y, "index_weights").float() * self.spec.num_heads**-0.5
         return IndexInputs(q, weights, cache.index)
 
     def _turned(self, heads: Tensor) -> Tensor:

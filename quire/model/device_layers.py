@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -125,6 +125,10 @@ class ExpertBranches:
         return normalize(shared, self._shared_out) + normalize(experts, self._experts_out)
 
 
+Adapted = Callable[[Tensor, Tensor, str], Tensor]
+"""(the output of a linear layer, its input, its name) -> the output with what LoRA adapters add."""
+
+
 class SharedBlock:
     """What a layer has of its own beside a block whose weights other layers share; see SharedBlockSpec (Zamba 2).
 
@@ -138,22 +142,27 @@ class SharedBlock:
         self._mixer_in, self._out = Norm(spec.mixer_in, own["mixer_in.weight"]), linear("block_out")
         self._adapters = {
             joined: [
-                (linear(f"adapters.{name}_in"), linear(f"adapters.{name}_out"))
+                tuple((part, linear(part)) for part in (f"adapters.{name}_in", f"adapters.{name}_out"))
                 for name in names
                 if f"adapters.{name}_in.weight" in own
             ]
             for joined, names in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up")))
         }
 
-    def adapt(self, out: Tensor, x: Tensor, name: str) -> None:
+    def adapt(self, out: Tensor, x: Tensor, name: str, adapted: Adapted) -> None:
         """Add to the output of a linear layer, of one or several parts of its rows, what their adapters make of its input."""
-        adapted = [second(first(x)) for first, second in self._adapters.get(name, ())]
-        if adapted:
-            out.add_(torch.cat(adapted, 1))
+        parts: list[Tensor] = []
+        for low_rank in self._adapters.get(name, ()):
+            y = x
+            for part, linear in low_rank:
+                y = adapted(linear(y), y, part)
+            parts.append(y)
+        if parts:
+            out.add_(torch.cat(parts, 1))
 
-    def mixer_input(self, x: Tensor, block: Tensor) -> Tensor:
+    def mixer_input(self, x: Tensor, block: Tensor, adapted: Adapted) -> Tensor:
         """Return what the mixer reads, given the residual and the output of the block."""
-        return normalize(x + self._out(block), self._mixer_in)
+        return normalize(x + adapted(self._out(block), block, "block_out"), self._mixer_in)
 
 
 _NARROW_COLUMNS = 2048

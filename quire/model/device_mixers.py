@@ -31,16 +31,22 @@ class DeviceMixerInputs:
     """Implements MixerInputs on a GPU.
 
     states  the layer's tensors of a DeviceKvPool's states
+    prefix  of the layer's canonical names
     """
 
     parameters: Mapping[str, Tensor]
     linears: Mapping[str, DeviceLinear]
     states: Sequence[Tensor]
     step: DeviceAttentionMetadata
+    prefix: str
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See MixerInputs."""
-        return self.linears[name](x)
+        return self.adapted(self.linears[name](x), x, name)
+
+    def adapted(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """See MixerInputs."""
+        return y if self.step.lora is None else self.step.lora.add_to(y, x, self.prefix + name)
 
     def convolve(self, x: Tensor) -> Tensor:
         """See MixerInputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -202,10 +202,11 @@ class LayerRanks:
         """The group."""
         return self._ranks
 
-    def close_block(self, name: str, linear: DeviceLinear, rows: Tensor) -> Tensor:
+    def close_block(self, name: str, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """Return the output [T, hidden_size] of attention ("o") or of the feed-forward block ("down").
 
-        rows  [T, K] this rank's part of its inputs
+        linear  of this rank's part of the weight
+        rows    [T, K] this rank's part of its inputs
         """
         if name in self.row_parallel:
             return self._ranks.sum_parts(linear(rows))

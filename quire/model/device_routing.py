@@ -37,15 +37,23 @@ class RealRows:
 
     def __init__(self) -> None:
         self._slots: Tensor | None = None
+        self._pairs: dict[int, Tensor] = {}
 
     def begin(self, slots: Tensor) -> None:
         """Begin a step; slots: [T] where the KV of its tokens is stored, negative for padding."""
         self._slots = slots
+        self._pairs.clear()
 
-    def mask(self, num_rows: int) -> Tensor:
+    def mask(self) -> Tensor:
         """Return [T] bool."""
         assert self._slots is not None
-        return self._slots[:num_rows] >= 0
+        return self._slots >= 0
+
+    def pairs(self, top_k: int) -> Tensor:
+        """Return [T * top_k] i64, 1 for the choices of rows that are no padding; made once in a step."""
+        if top_k not in self._pairs:
+            self._pairs[top_k] = self.mask().long().repeat_interleave(top_k)
+        return self._pairs[top_k]
 
 
 def read_counts(routings: Sequence[DeviceRouting | None]) -> list[RoutingCounts | None]:
@@ -103,9 +111,11 @@ class DeviceRouting:
 
     def note(self, experts: Tensor) -> None:
         """Count the choices [P] of all rows of a step, and adapt the bias."""
-        top_k = self._spec.top_k
-        is_real = self._rows.mask(len(experts) // top_k).repeat_interleave(top_k) & (experts >= 0)
-        counts = torch.zeros_like(self._tokens).index_add_(0, experts.long().clamp(min=0), is_real.long())
+        is_counted = self._rows.pairs(self._spec.top_k)
+        if not self._lossy:
+            self._tokens.index_add_(0, experts, is_counted)
+            return
+        counts = torch.zeros_like(self._tokens).index_add_(0, experts.clamp(min=0), is_counted * (experts >= 0))
         self._tokens += counts
         if self._lossy.bias_rate:
             mean = counts.sum() / len(counts)
@@ -115,7 +125,7 @@ class DeviceRouting:
         """Return the choices that lossy routing makes of those of a step; scale: see ExpertExtras."""
         top_k = self._spec.top_k
         weights, chosen = routes.shares.view(-1, top_k), routes.experts.view(-1, top_k).long()
-        is_real = self._rows.mask(len(chosen))
+        is_real = self._rows.mask()
         chosen = chosen.masked_fill(~is_real[:, None], -1)
         if self._lossy.min_share:
             is_weak = (weights < self._lossy.min_share * weights.amax(1, keepdim=True)) & (chosen >= 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -413,11 +414,7 @@ class _Loader:
             return self._say("the experts of a layer must have one kind of weights", name)
         if expert.offsets is not None and stack.offsets is None:
             stack = replace(stack, offsets=torch.zeros_like(stack.scales))
-        for whole, part in ((stack.codes, expert.codes), (stack.scales, expert.scales), (stack.offsets, expert.offsets)):
-            if whole is not None and part is not None:
-                rows = whole[index * len(part) : (index + 1) * len(part)]
-                is_byte = part.itemsize == 1  # not every operation supports float8
-                (rows.view(torch.uint8) if is_byte else rows).copy_(part.view(torch.uint8) if is_byte else part)
+        put_expert(stack, expert, index)
         return stack
 
     def _copy(self, weight: Opened, place: _Place, name: str) -> None:
@@ -433,6 +430,32 @@ class _Loader:
         if dense.shape != out.shape:
             raise InvariantError(f"{name} is {tuple(dense.shape)}, its place on the device {tuple(out.shape)}")
         self._copies.fill(out, dense)
+
+
+def put_expert(stack: Tensor | DeviceQuantizedWeight, expert: Tensor | DeviceQuantizedWeight, index: int) -> None:
+    """Copy the weights of an expert, [O, K] or quantised, into a stack of its form; see can_put_expert."""
+    if isinstance(stack, Tensor) and isinstance(expert, Tensor):
+        stack[index].copy_(expert)
+        return
+    assert isinstance(stack, DeviceQuantizedWeight)
+    assert isinstance(expert, DeviceQuantizedWeight)
+    for whole, part in ((stack.codes, expert.codes), (stack.scales, expert.scales), (stack.offsets, expert.offsets)):
+        if whole is not None and part is not None:
+            rows = whole[index * len(part) : (index + 1) * len(part)]
+            is_byte = part.itemsize == 1  # not every operation supports float8
+            (rows.view(torch.uint8) if is_byte else rows).copy_(part.view(torch.uint8) if is_byte else part)
+        elif whole is not None:
+            rows = len(whole) * expert.shape[0] // stack.shape[0]
+            whole[index * rows : (index + 1) * rows].zero_()
+
+
+def can_put_expert(stack: Tensor | DeviceQuantizedWeight, expert: Tensor | DeviceQuantizedWeight) -> bool:
+    """Return whether an expert has the form of a stack."""
+    if isinstance(stack, Tensor) or isinstance(expert, Tensor):
+        return isinstance(stack, Tensor) and isinstance(expert, Tensor)
+    has_room = stack.offsets is not None or expert.offsets is None
+    like = replace(expert, codes=stack.codes, scales=stack.scales, offsets=stack.offsets)
+    return has_room and like == stack and expert.codes.dtype == stack.codes.dtype
 
 
 def _is_linear(name: str) -> bool:
@@ -478,3 +501,11 @@ def _expert(parameter: Parameter | StoredParameter, index: int, is_packed: bool)
     if isinstance(parameter, Tensor):
         return parameter[index]
     raise InvariantError(f"experts are a stack, got {type(parameter).__name__}")
+
+
+T = TypeVar("T")
+
+
+def under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the entries whose names begin with a prefix, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

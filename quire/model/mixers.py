@@ -40,6 +40,10 @@ class MixerInputs(Protocol):
         """Return a linear layer of x [T, N]."""
         ...
 
+    def adapted(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return the product y of a linear layer with what LoRA adapters add for its input x; may change y."""
+        ...
+
     def convolve(self, x: Tensor) -> Tensor:
         """Return the causal convolution of x [T, C] with conv.weight and conv.bias; its state is the first one."""
         ...
@@ -55,16 +59,22 @@ class HostMixerInputs:
 
     states  the layer's tensors of a KvPool's states; without any, all sequences must start
     starts  S + 1 offsets of the runs
+    adapt   see `adapted`; None: there are no adapters
     """
 
     parameters: Parameters
     states: Sequence[Tensor]
     starts: list[int]
     rows: StateRows
+    adapt: Callable[[Tensor, Tensor, str], Tensor] | None = None
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See MixerInputs."""
-        return F.linear(x, self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias"))
+        return self.adapted(F.linear(x, self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")), x, name)
+
+    def adapted(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """See MixerInputs."""
+        return y if self.adapt is None else self.adapt(y, x, name)
 
     def convolve(self, x: Tensor) -> Tensor:
         """See MixerInputs."""
@@ -77,17 +87,25 @@ class HostMixerInputs:
         return recur(inputs, pool.view(len(pool), *inputs.state_shape), self.starts, self.rows)
 
 
-def run_mixer(x: Tensor, spec: MixerSpec, parameters: Parameters, states: Sequence[Tensor], step: AttentionMetadata) -> Tensor:
+def run_mixer(
+    x: Tensor,
+    spec: MixerSpec,
+    parameters: Parameters,
+    states: Sequence[Tensor],
+    step: AttentionMetadata,
+    adapt: Callable[[Tensor, Tensor, str], Tensor] | None = None,
+) -> Tensor:
     """Return what a layer's mixer makes of the tokens of a step [T, H], and keep the states that the step asks for.
 
     parameters  of the layer, by their canonical names in it
     states      the layer's tensors of a KvPool's states; without any, all sequences must start
+    adapt       see HostMixerInputs
     """
     rows = step.states
     if rows is None:
         rows = StateRows.none(len(step.context_lens))
         states = [x.new_zeros((0, *one.shape), dtype=torch.float32 if one.is_f32 else x.dtype) for one in spec.state_shapes]
-    return mix(x, spec, HostMixerInputs(parameters, states, step.query_starts, rows))
+    return mix(x, spec, HostMixerInputs(parameters, states, step.query_starts, rows, adapt))
 
 
 def mix(x: Tensor, spec: MixerSpec, own: MixerInputs) -> Tensor:
@@ -195,7 +213,8 @@ def _mamba1(x: Tensor, spec: Mamba1Spec, own: MixerInputs) -> Tensor:
         normed = [_rms(part, spec.norm_eps).to(x.dtype) for part in read]
         read = [part if weight is None else weight * part for part, weight in zip(normed, weights, strict=True)]
     steps, b, c = read
-    steps = F.softplus(F.linear(steps, own.parameters["mamba.step.weight"]) + own.parameters["mamba.step.bias"]).float()
+    steps = own.adapted(F.linear(steps, own.parameters["mamba.step.weight"]), steps, "mamba.step")
+    steps = F.softplus(steps + own.parameters["mamba.step.bias"]).float()
     rates, wide = -own.parameters["mamba.log"].float().exp().T, inner.float()
     one_head = Recurrence(c.float()[:, None], b.float()[:, None], (steps * wide)[:, None], steps[:, None], rates=rates[None])
     y = own.recur(one_head)[:, 0]

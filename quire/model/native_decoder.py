@@ -26,6 +26,7 @@ from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
 from quire.model.tensor_shards import ContextPlace, ExpertShard, RankGroup
 from quire.model.token_runs import TokenRuns
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
 
@@ -195,8 +196,9 @@ class NativeDecoder:
         """See NativeParts."""
         return self._parts.dense_stacks
 
-    def place_experts(self, layer: int, added: Mapping[int, PackedExpert], own: ExpertShard) -> None:
+    def place_experts(self, layer: int, added: Mapping[int, PackedExpert], placement: ExpertPlacement, rank: int) -> None:
         """Give this rank other experts of a layer, between two steps; added: those that it gets."""
+        own = ExpertShard.of(placement, rank)
         experts = [(expert, *weights) for expert, weights in added.items()]
         self._plan.place_experts(layer, experts, list(own.num_copies), list(own.own_copies))
 

@@ -41,6 +41,33 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
     return None
 
 
+def mixer_ranges(spec: MixerSpec, own: HeadRange | None) -> dict[str, list[ShardRange]]:
+    """Return name of a linear layer -> the rows of it that a rank has; layers that ranks have whole, and the last one, are left
+    out.
+
+    own  see LayerShard.mixer_heads; None: all
+    """
+    own = mixer_heads(spec, 0, (1.0,)) if own is None else own
+    if isinstance(spec, GatedDeltaSpec):
+        keys, values = _scaled(own.kv_heads, spec.k_dim), _scaled(own.heads, spec.v_dim)
+        num_keys = spec.num_k_heads * spec.k_dim
+        decays = _scaled(own.heads, 1 if spec.gate_rank is None else spec.k_dim)
+        channels = [keys, _moved(keys, num_keys), _moved(values, 2 * num_keys)]
+        return {"delta.qkv": channels, "delta.z": [values], "delta.b": [own.heads], "delta.a": [decays]}
+    if isinstance(spec, Mamba2Spec):
+        values, steps = _scaled(own.heads, spec.head_dim), _moved(own.heads, spec.channels + spec.conv_channels)
+        return {"mamba.in": [*(_moved(part, spec.channels) for part in _mamba2_channels(spec, own)), values, steps]}
+    if isinstance(spec, Mamba1Spec):
+        return {"mamba.in": [own.heads, _moved(own.heads, spec.channels)], "mamba.step": [own.heads]}
+    return {"conv.in": [_moved(own.heads, place * spec.channels) for place in range(3)]}
+
+
+def _mamba2_channels(spec: Mamba2Spec, own: HeadRange) -> list[ShardRange]:
+    """Return the channels of the convolution that a rank has."""
+    keys, num_keys = _scaled(own.kv_heads, spec.state_size), spec.num_groups * spec.state_size
+    return [_scaled(own.heads, spec.head_dim), _moved(keys, spec.channels), _moved(keys, spec.channels + num_keys)]
+
+
 class SetsNorm(Protocol):
     """What sets a native norm: see NativeModelBuilder."""
 
@@ -79,43 +106,29 @@ class NativeMixerBuilder:
         else:
             mixer.v_dim = own.heads.size
             mixer.first_value, mixer.total_values = own.heads.start, spec.channels
-            ranges = [_moved(own.heads, place * spec.channels) for place in range(3)]
-            self._add_parts(mixer, f"{prefix}conv.in", ranges)
+            self._add_parts(mixer, f"{prefix}conv.in", mixer_ranges(spec, own)["conv.in"])
             self._set_conv(mixer, prefix, [own.heads])
         return mixer
 
     def _build_delta(self, mixer: Any, spec: GatedDeltaSpec, prefix: str, own: HeadRange) -> None:
         _set_heads(mixer, own, spec.k_dim, spec.v_dim, spec.num_v_heads)
-        keys, values = _scaled(own.kv_heads, spec.k_dim), _scaled(own.heads, spec.v_dim)
-        num_keys = spec.num_k_heads * spec.k_dim
-        channels = [keys, _moved(keys, num_keys), _moved(values, 2 * num_keys)]
-        self._add_parts(mixer, f"{prefix}delta.qkv", channels)
-        self._set_conv(mixer, prefix, channels)
-        is_low = spec.gate_rank is not None
-        decays = _scaled(own.heads, spec.k_dim if is_low else 1)
-        z, a = (self.pack_parts(f"{prefix}delta.{name}", [rows])[0] for name, rows in (("z", values), ("a", decays)))
-        b = self.pack_parts(f"{prefix}delta.b", [own.heads])[0]
-        if is_low:
+        ranges = mixer_ranges(spec, own)
+        self._add_parts(mixer, f"{prefix}delta.qkv", ranges["delta.qkv"])
+        self._set_conv(mixer, prefix, ranges["delta.qkv"])
+        z, a, b = (self.pack_parts(f"{prefix}delta.{name}", ranges[f"delta.{name}"])[0] for name in "zab")
+        if spec.gate_rank is not None:
             mixer.low_z, mixer.low_a = z, a
             z, a = (self.pack(f"{prefix}delta.{name}_in") for name in ("z", "a"))
         for weight in (z, b, a):
             mixer.add(weight)
-        self._set(mixer, "step", self._found(f"{prefix}delta.a.step"), decays)
+        self._set(mixer, "step", self._found(f"{prefix}delta.a.step"), ranges["delta.a"][0])
         self._set(mixer, "rates", -self._found(f"{prefix}delta.a.log").flatten().exp(), own.heads)
         self.set_norm(mixer.norm, NormSpec("rms", spec.norm_eps), f"{prefix}delta.norm", spec.v_dim)
 
     def _build_mamba2(self, mixer: Any, spec: Mamba2Spec, prefix: str, own: HeadRange) -> None:
         _set_heads(mixer, own, spec.state_size, spec.head_dim, spec.num_heads)
-        values, keys = _scaled(own.heads, spec.head_dim), _scaled(own.kv_heads, spec.state_size)
-        num_keys = spec.num_groups * spec.state_size
-        channels = [values, _moved(keys, spec.channels), _moved(keys, spec.channels + num_keys)]
-        parts = [
-            *(_moved(part, spec.channels) for part in channels),
-            values,
-            _moved(own.heads, spec.channels + spec.conv_channels),
-        ]
-        self._add_parts(mixer, f"{prefix}mamba.in", parts)
-        self._set_conv(mixer, prefix, channels)
+        self._add_parts(mixer, f"{prefix}mamba.in", mixer_ranges(spec, own)["mamba.in"])
+        self._set_conv(mixer, prefix, _mamba2_channels(spec, own))
         scales = spec.scales
         if scales != Mamba2Scales():
             mixer.part_scales = [scales.x, scales.b, scales.c, scales.z, scales.step]

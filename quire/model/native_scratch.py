@@ -13,8 +13,8 @@ _TREE_TOKENS = 64
 _TILES_A_THREAD = 4
 """Tiles that cost less than a thread's work divided by this are not split, so fewer than this many per thread are split."""
 _FIRST_POSITIONS = 4096
-_ADAPTED_OUTPUTS = 4
-"""Adapted layers that read the same rows: MAX_LORA_OUTPUTS in csrc/lora.h."""
+_ADAPTED_OUTPUTS, _MIXER_PARTS = 4, 6
+"""Adapted layers that read the same rows, without mixers and with them: num_outputs in csrc/lora.h."""
 _NUM_ARRAYS, _HUGE_PAGE_BYTES = 20, 2 << 20
 
 
@@ -38,8 +38,9 @@ def adapter_scratch_bytes(spec: ModelSpec, num_tokens: int, max_rank: int) -> in
     """
     rank = 3 * (-(-max_rank // 16) * 16)  # of q, k and v joined
     num_choices = max((layer.mlp.top_k for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    outputs = _MIXER_PARTS if spec.has_recurrent_state else _ADAPTED_OUTPUTS
     heads = max((layer.attention.num_heads for layer in spec.layers if layer.attention.latent is not None), default=0)
-    return 4 * num_tokens * max(num_choices * _ADAPTED_OUTPUTS, heads) * rank + _HUGE_PAGE_BYTES
+    return 4 * num_tokens * max(num_choices * outputs, heads) * rank + _HUGE_PAGE_BYTES
 
 
 def home_scratch_bytes(spec: ModelSpec, num_tokens: int) -> int:

@@ -278,14 +278,10 @@ class ModelShard:
             return self.vocabulary
         _, index, module = name.split(".", 2)
         layer = self.layers[int(index)]
-        if module in ("q", "k", "v"):
-            heads, total = (
-                (layer.heads.heads, layer.total_heads) if module == "q" else (layer.heads.kv_heads, layer.total_kv_heads)
-            )
+        if module in ("q", "kv_b", "attn_gate", "k", "v"):
+            is_kv = module in ("k", "v")
+            heads, total = (layer.heads.kv_heads, layer.total_kv_heads) if is_kv else (layer.heads.heads, layer.total_heads)
             return ShardRange(heads.start * num_rows // total, heads.stop * num_rows // total)
-        if module == "kv_b":
-            heads = layer.heads.heads
-            return ShardRange(heads.start * num_rows // layer.total_heads, heads.stop * num_rows // layer.total_heads)
         if module.startswith("experts."):
             if layer.experts is not None:
                 return ShardRange(0, num_rows)

@@ -24,6 +24,15 @@ class OccurrenceIndex:
         self._num_cut = 0
         self._run = 0  # the last tokens as one number
 
+    def __len__(self) -> int:
+        """The places in the text that were indexed and not cut."""
+        return len(self._earlier)
+
+    @property
+    def num_runs(self) -> int:
+        """How many different runs it has."""
+        return len(self._latest)
+
     def extend(self, text: Sequence[int]) -> None:
         """Index what was appended to `text` since the last call, except the last run, which nothing follows yet."""
         latest, earlier, mask, run = self._latest, self._earlier, self._mask, self._run

@@ -167,6 +167,16 @@ class SuffixProposer(Proposer):
             drafts.append(found if len(found) <= limit else Draft(found.tokens[:limit], found.parents[:limit]))
         return drafts
 
+    @property
+    def num_responses(self) -> int:
+        """How many responses are kept, for all salts."""
+        return len(self._kept)
+
+    @property
+    def num_text_tokens(self) -> int:
+        """The tokens of the texts that hold them, with one between two responses."""
+        return sum(len(past.text) for past in self._by_salt.values())
+
     def release(self, sequence: DraftedSequence) -> None:
         """Keep the response of a sequence that ended; of a preempted one the part that exists, until it is complete."""
         most = self._config.suffix_decoding_max_cached_requests

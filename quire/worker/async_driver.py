@@ -27,7 +27,7 @@ class AsyncStepDriver(StepDriver):
 
     is_ahead   whether the caller launches the next step early where it may
     mark_step  returns a context in which a step is launched, for profilers
-    adapters, row_processor  as in StepDriver
+    adapters, row_processor, rebalance  as in StepDriver
     page_mover  the executor, where there is a host tier
     """
 
@@ -41,8 +41,9 @@ class AsyncStepDriver(StepDriver):
         adapters: AdapterStore | None = None,
         row_processor: RowProcessor | None = None,
         page_mover: AsyncPageMover | None = None,
+        rebalance: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors, page_mover, adapters, row_processor=row_processor)
+        super().__init__(executor, speculator, draft_executors, page_mover, adapters, None, rebalance, row_processor)
         self._async_mover = page_mover
         self._mark_step = mark_step
         self._is_ahead = is_ahead

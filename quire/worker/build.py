@@ -13,6 +13,7 @@ from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.kernels.native import load_native
+from quire.kv.tiers.host_slab import HostSlab
 from quire.model.build import build_model
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.native_vocabulary import NativeVocabulary
@@ -40,9 +41,10 @@ logger = get_logger(__name__)
 
 
 @shared_reads()
-def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
+def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[EngineRunner, ModelReport]:
     """Load a model on the device that the configuration names; return its step driver, and the report of what it takes.
 
+    slab  of the host tier, with its pages, that another runner of the same model had; only in one process
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
     config = settle_drafts(config)
@@ -51,11 +53,11 @@ def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
         head = load_pooling_head(report)
         device = choose_device(config)
         if device is None:
-            runner, built = _build_on_cpu(config, report)
+            runner, built = _build_on_cpu(config, report, slab)
         else:
             from quire.worker.device.build import build_device_runner  # needs Triton
 
-            runner, built = build_device_runner(config, device, report, max_num_batched_tokens(config, report.device))
+            runner, built = build_device_runner(config, device, report, max_num_batched_tokens(config, report.device), slab)
         runner.use_pooling_head(head)
         return runner, replace(built, pooler=report.pooler)
     except ModelFormatError:
@@ -63,7 +65,7 @@ def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
         raise
 
 
-def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver, ModelReport]:
+def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | None) -> tuple[StepDriver, ModelReport]:
     check_fits(report.memory)
     for line in report.memory.describe().splitlines():
         logger.info(line)
@@ -84,7 +86,7 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
             speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
         if config.parallel.world_size == 1:  # otherwise the ranks have opened it together
-            executor.open_host_tier(num_host_pages(config, report), is_shared=config.prefill_listen is not None)
+            executor.open_host_tier(num_host_pages(config, report), config.prefill_listen is not None, slab=slab)
         adapters = None
         if config.enable_lora:
             holder = GroupAdapters(executor) if isinstance(executor, LeaderExecutor) else None

@@ -82,15 +82,18 @@ class CpuStepExecutor:
         self._pages = PageSupply(self._kv, *(draft_pools if self._context is None else ()))
         self._pages.start()
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False, part: PagePart | None = None) -> None:
-        """Make the slab of the host tier, if it has any pages; see HostSlab."""
-        if num_pages > 0:
-            self.host_slab = HostSlab(self._kv, num_pages, is_shared, part)
+    def open_host_tier(
+        self, num_pages: int, is_shared: bool = False, part: PagePart | None = None, slab: HostSlab | None = None
+    ) -> None:
+        """Make the slab of the host tier, if it has any pages; see HostSlab.
 
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See PageMover."""
-        slab.attach(self._kv)
-        self.host_slab = slab
+        slab  with its pages, that another executor of the same model had
+        """
+        if slab is not None:
+            slab.attach(self._kv)
+            self.host_slab = slab
+        elif num_pages > 0:
+            self.host_slab = HostSlab(self._kv, num_pages, is_shared, part)
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, Protocol
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
-from quire.model.native_decoder import NativeDecoder
-from quire.model.native_experts import PackedExpert
-from quire.model.tensor_shards import ExpertShard
 from quire.parallel.communicator import Communicator, least_of
 from quire.parallel.expert_balance import Move, apply_moves
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.step_pacer import StepPacer, short_turns
 from quire.worker.expert_parallel import Placements
 
 logger = get_logger(__name__)
 
-LoadExpert = Callable[[int, int], PackedExpert]
-"""(layer, expert) -> its weights; see ExpertLoader.load."""
+LoadExpert = Callable[[int, int], Any]
+"""(layer, expert) -> its weights, in the form that the decoder's place_experts takes."""
+
+
+class PlacesExperts(Protocol):
+    """The part of a decoder that moves need."""
+
+    def place_experts(self, layer: int, added: Mapping[int, Any], placement: ExpertPlacement, rank: int) -> None:
+        """Give a rank other experts of a layer, between two steps; added: the weights of those that it gets."""
+        ...
 
 
 class LoadState(IntEnum):
@@ -52,7 +59,7 @@ class ExpertMover:
 
     def __init__(
         self,
-        decoder: NativeDecoder,
+        decoder: PlacesExperts,
         load: LoadExpert,
         communicator: Communicator,
         placements: Placements,
@@ -61,7 +68,7 @@ class ExpertMover:
         self.placements, self._pacer = dict(placements), pacer
         self._decoder, self._load, self._communicator = decoder, load, communicator
         self._change: ExpertChange | None = None
-        self._loaded: dict[int, PackedExpert] = {}
+        self._loaded: dict[int, Any] = {}
         self._error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -114,8 +121,7 @@ class ExpertMover:
             return found
         if found is LoadState.READY:
             placement = apply_moves(self.placements[change.layer], change.moves)
-            own = ExpertShard.of(placement, self._communicator.rank)
-            self._decoder.place_experts(change.layer, self._loaded, own)
+            self._decoder.place_experts(change.layer, self._loaded, placement, self._communicator.rank)
             self.placements[change.layer] = placement
         elif self._thread is not None:
             self._thread.join()

@@ -114,21 +114,12 @@ def adapters_of(
 
 
 def check_lora(config: EngineConfig, spec: ModelSpec, device: str) -> None:
-    """Raise UnsupportedError for a model whose layers cannot be adapted, and ConfigError for GPUs that share a model.
-
-    device  ModelReport.device
-    """
-    if config.tensor_parallel_size > 1 and device != "cpu":
+    """Raise ConfigError for options of adapters that do not fit the model, or the device: ModelReport.device."""
+    if config.enable_lora_experts and config.enable_eplb and device != "cpu":
         raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but with LoRA adapters (enable_lora) only ranks on CPUs "
-            "share a model: change it, or merge the adapter into the weights and leave enable_lora out"
+            "enable_eplb is True, but adapters of experts (enable_lora_experts) do not move between GPUs: leave one of them out"
         )
     if config.enable_lora_experts and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(
             f"enable_lora_experts is True, but the model ({spec.model_type!r}) has no experts: leave --enable-lora-experts out"
-        )
-    if spec.has_recurrent_state:
-        raise UnsupportedError(
-            f"enable_lora: LoRA adapters of models with a recurrent state ({spec.model_type!r}) are not supported; merge the "
-            "adapter into the weights, or take a model with attention in all layers"
         )

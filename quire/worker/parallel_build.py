@@ -437,7 +437,7 @@ def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
     if workers.exchange is not None:
-        _check_hosts(config)
+        check_hosts(config)
     if workers.num_on_host is None:
         bind_rank_to_numa_node(0, rank_config.num_threads)
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
@@ -473,7 +473,7 @@ def _build_rank_0(
     return executor, report
 
 
-def _check_hosts(config: EngineConfig) -> None:
+def check_hosts(config: EngineConfig) -> None:
     """Raise ConfigError for what ranks on several hosts do not support: no process has whole pages."""
     for name, value, allowed in (
         ("kv_disk_dir", config.kv_disk_dir, None),

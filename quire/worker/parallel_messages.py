@@ -190,8 +190,8 @@ def decode_expert_change(message: RingMessage) -> ExpertChange:
     return ExpertChange(int(message.header[1]), tuple(Move(*move) for move in moves))
 
 
-def encode_adapter(adapter: Adapter) -> Encoded:
-    """Return the message of a LoRA adapter to load, with its matrices."""
+def encode_adapter(adapter: Adapter, call: int = Call.LOAD_ADAPTER) -> Encoded:
+    """Return the message of a LoRA adapter to load, with its matrices; call: what the receiver knows the message by."""
     pairs = adapter.pairs.items()
     about = {
         "key": adapter.key,
@@ -200,7 +200,7 @@ def encode_adapter(adapter: Adapter) -> Encoded:
         "pairs": [[name, *pair.b.shape, pair.a.shape[1]] for name, pair in pairs],
     }
     matrices = [matrix.contiguous().view(-1).view(torch.uint8).numpy() for _, pair in pairs for matrix in pair]
-    return [Call.LOAD_ADAPTER], [_text(json.dumps(about)), np.concatenate(matrices)]
+    return [call], [_text(json.dumps(about)), np.concatenate(matrices)]
 
 
 def decode_adapter(message: RingMessage) -> Adapter:
@@ -216,9 +216,9 @@ def decode_adapter(message: RingMessage) -> Adapter:
     return Adapter(about["key"], about["rank"], pairs)
 
 
-def encode_adapter_key(key: str) -> Encoded:
+def encode_adapter_key(key: str, call: int = Call.UNLOAD_ADAPTER) -> Encoded:
     """Return the message of an adapter to unload."""
-    return [Call.UNLOAD_ADAPTER], [_text(key)]
+    return [call], [_text(key)]
 
 
 def decode_adapter_key(message: RingMessage) -> str:

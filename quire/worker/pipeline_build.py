@@ -29,7 +29,7 @@ from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.worker.expert_parallel import PlacedLoads, find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
-from quire.worker.parallel_build import close_files, divide_threads, threads_of_host, threads_release
+from quire.worker.parallel_build import check_hosts, close_files, divide_threads, threads_of_host, threads_release
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.pipeline_join import StageMeans, meet_stages
@@ -138,6 +138,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
     try:
         if isinstance(workers, RemoteWorkers):
             _check_hosts(config, stage_config)
+            stage_config = replace(stage_config, slots_file=-1)  # each process has the pages of its own layers
         ready: dict[str, Any] = {}
         if stage_config.first_rank == 0:
             try:
@@ -171,11 +172,7 @@ def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
             "distributed_executor_backend is 'ray', but its workers share no memory with the leader, as stages must: "
             "start them where processes see each other, or with torchrun"
         )
-    if stage_config.num_host_pages > 0:
-        raise ConfigError(
-            f"kv_host_bytes is {config.host_tier_bytes}, but the pipeline stages are on several hosts, which share no pages: "
-            "leave kv_host_bytes, kv_disk_dir, role and prefill_listen out, or start all stages on one host"
-        )
+    check_hosts(config)
 
 
 def _build_own_stage(
@@ -200,8 +197,7 @@ def _build_own_stage(
     try:
         decoder, plan, part = build_stage(stage_config, place, means.barriers, means.rows_file)
         executor = StageExecutor(decoder, plan, stage_config, place, means, workers.barrier)
-        if part is not None:
-            executor.open_host_tier(stage_config.num_host_pages, part)
+        executor.open_host_tier(stage_config.num_host_pages, part)
     except BaseException:
         means.close_links()
         raise

@@ -172,10 +172,6 @@ class PipelineExecutor:
         self._send(encode_page_moves(saves, loads))
         self._is_moving = True
 
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See PageMover: refused."""
-        raise InvariantError("the stages have mapped the pages that they were started with")
-
     def flush(self) -> None:
         """See StepExecutor: changes are sent at once, and every stage has moved its pages before this returns."""
         if self._is_moving:

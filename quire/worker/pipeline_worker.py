@@ -71,6 +71,7 @@ def main(context: WorkerContext) -> None:
         check_fingerprints(context.communicator, own_fingerprint(context.own, Path(config.folder), config.options))
         check_stage_memory(config, index)
     if is_remote:
+        config = replace(config, slots_file=-1)  # of the leader's host
         means = meet_stages(config, context.rank, context.barrier, context.communicator)
         if isinstance(context.monitor, ConnectionMonitor):
             context.monitor.watch_barriers(means.barriers.values())
@@ -82,8 +83,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage(f"loading weights of {place.describe()}")
     decoder, plan, part = build_stage(config, place, means.barriers, means.rows_file)
     executor = StageExecutor(decoder, plan, config, place, means, context.barrier)
-    if part is not None:
-        executor.open_host_tier(config.num_host_pages, part)
+    executor.open_host_tier(config.num_host_pages, part)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
@@ -143,9 +143,10 @@ class StageExecutor:
         """See NativeDecoder.spared_bytes; of the last stage."""
         return self._decoder.spared_bytes if self._stage.is_last else 0
 
-    def open_host_tier(self, num_pages: int, part: PagePart) -> None:
-        """Map the pages of the host tier."""
-        self._slab = HostSlab(self._kv, num_pages, part=part)
+    def open_host_tier(self, num_pages: int, part: PagePart | None) -> None:
+        """Map the pages of the host tier, if it has any; part: None: pages of these layers alone."""
+        if num_pages > 0:
+            self._slab = HostSlab(self._kv, num_pages, part=part)
 
     def follow(self, call: StageCall) -> bool:
         """Make a call that the leader waits for; return whether it was such a call."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from quire.base.errors import ConfigError, InvariantError
+from quire.base.errors import ConfigError
 from quire.base.ids import SequenceId
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
@@ -97,10 +97,6 @@ class EngineRunner(Runner, Protocol):
     @property
     def host_slab(self) -> HostSlab | None:
         """The memory of the host tier in this process; None: there is no host tier."""
-        ...
-
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """Use the host tier of an earlier runner of the same model, with its pages."""
         ...
 
     def sleep(self) -> None:
@@ -561,12 +557,6 @@ class StepDriver:
     def host_slab(self) -> HostSlab | None:
         """See EngineRunner."""
         return None if self._page_mover is None else self._page_mover.host_slab
-
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See EngineRunner."""
-        if self._page_mover is None:
-            raise InvariantError("a host tier is handed over, but this runner has none")
-        self._page_mover.adopt_host_slab(slab)
 
     def sleep(self) -> None:
         """See EngineRunner."""

@@ -182,10 +182,6 @@ class PageMover(Protocol):
         this step. The copies may go on when it returns, see AsyncPageMover."""
         ...
 
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """Use a slab that another executor of the same model had, with its pages, in place of its own."""
-        ...
-
 
 @runtime_checkable
 class AsyncPageMover(PageMover, Protocol):

@@ -211,18 +211,22 @@ def test_stages_of_two_ranks_need_each_stage_on_one_host(two_hosts, local_size):
 
 STAGES = """
 import sys
+from dataclasses import replace
 from quire import LLM, SamplingParams
 DRAFTS = {"method": ["eagle3", "medusa"], "model": {"eagle3": "demo-eagle3", "medusa": "demo-medusa"}}
 DRAFTS |= {"adaptive": False, "num_speculative_tokens": 4}
-options = {"max_num_seqs": 4, "num_kv_blocks": 64, "num_threads": 1}
+options = {"max_num_seqs": 4, "num_kv_blocks": 64, "num_threads": 1, "kv_host_bytes": 16 << 20}
 if int(sys.argv[1]) > 1:
     options["speculative_config"] = DRAFTS
 llm = LLM("demo", pipeline_parallel_size=int(sys.argv[1]), **options)
 prompts = ["It was a cold morning when", "A", "Once upon a time there was", "The cat and the dog"]
-for _ in range(2):
+for turn in range(2):
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=12, prompt_logprobs=1, logprobs=1)
     for output in llm.generate(prompts, params, use_tqdm=False):
         print(output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs)
+    (output,) = llm.generate(prompts[0] * 10, replace(params, prompt_logprobs=None), use_tqdm=False)
+    print(output.outputs[0].token_ids)
+    assert (output.metrics.num_cached_tokens > 0) == (turn > 0), "from the host tier, as sleeping empties the prefix cache"
     llm.sleep(1)
     llm.wake_up()
 print([len(one.outputs.embedding) for one in llm.embed(prompts, use_tqdm=False)])

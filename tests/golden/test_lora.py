@@ -286,6 +286,10 @@ def test_adapters_have_the_modules_of_a_familys_own_code(checkpoint, tmp_path, c
         ("qwen3-moe", {"target_modules": "all-linear", "r": 4}),
         ("mixtral", {"target_modules": ["w1", "w2", "w3", "q_proj"], "r": 4, "lora_alpha": 5}),
         ("gpt-oss", {"target_modules": ["q_proj"], "target_parameters": STACKS, "r": 4}),
+        ("llama4-moe", {"target_modules": ["q_proj"], "target_parameters": STACKS, "r": 3}),
+        ("granitemoe", {"target_modules": "all-linear", "target_parameters": STACKS, "r": 3}),
+        ("kimi-linear", {"target_modules": "all-linear", "r": 3}),
+        ("qwen3-vl", {"target_modules": "all-linear", "r": 3}),
         ("gemma2", {"target_modules": ["o_proj", "gate_proj"], "exclude_modules": [r"layers.0.mlp.gate_proj"], "r": 4}),
     ],
 )

@@ -12,9 +12,10 @@ from quire import LoRARequest
 from quire.base.errors import ConfigError, RequestError
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import AdapterReader
+from quire.model.parameters import parameter_shapes
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.test_lora import F32_TOLERANCE, KINDS, PROMPTS, adapted_decoder, engine, generate, is_equal, logits_of_batch
-from tests.lora_adapter import write_adapter, write_merged, write_stacks
+from tests.lora_adapter import write_adapter, write_merged, write_pairs, write_stacks
 
 pytestmark = pytest.mark.golden
 
@@ -36,14 +37,14 @@ def expert_shapes(folder):
     return found
 
 
-def check(folder, merged, adapter, kind):
+def check(folder, merged, adapter, kind, tolerance=F32_TOLERANCE):
     """Compare the logits of a batch of which some prompts have an adapter with those of two models of transformers."""
     decoder = adapted_decoder(folder, adapter, kind)
     found = logits_of_batch(decoder, PROMPTS, [adapter.key, "", adapter.key])
     for model, index in ((merged, 0), (reference_model(folder), 1), (merged, 2)):
         with torch.inference_mode():
             want = model(torch.tensor([PROMPTS[index]])).logits[0]
-        assert (found[index] - want).abs().max() <= F32_TOLERANCE * max(1.0, float(want.abs().max()))
+        assert (found[index] - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
 
 
 @pytest.mark.covering
@@ -68,6 +69,21 @@ def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     save_file(tensors | changed, merged / "model.safetensors", metadata={"format": "pt"})
     adapter = AdapterReader(folder, read_model_spec(folder), 16).read(str(tmp_path / "a"))
     check(folder, reference_model(merged), adapter, kind)
+
+
+def test_stacks_of_granite_may_have_their_older_names(checkpoint, tmp_path):
+    folder = checkpoint("granitemoe", "v5")
+    spec, block = read_model_spec(folder), "model.layers.0.block_sparse_moe"
+    shapes = parameter_shapes(spec)
+    stacks = [shapes[f"layers.0.experts.{name}.weight"] for name in ("gate_up", "down")]
+    pairs = [(torch.randn(count * RANK, columns), torch.randn(rows, RANK * count)) for count, rows, columns in stacks]
+    found = []
+    for number, names in enumerate((("experts.base_layer", "experts"), ("input_linear", "output_linear"))):
+        named = {f"{block}.{name}": pair for name, pair in zip(names, pairs, strict=True)}
+        write_pairs(tmp_path / str(number), named, alpha=RANK, rank=RANK)
+        found.append(AdapterReader(folder, spec, 16).read(str(tmp_path / str(number))).pairs)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(*matrices) for name in found[0] for matrices in zip(found[0][name], found[1][name], strict=True))
 
 
 def test_chunk_with_an_adapter_changes_nothing_of_a_decoding_request_without(checkpoint, tmp_path):

@@ -95,6 +95,11 @@ class TimelineRecorder:
         self._longest = LongestSteps()
         self._tier_hits = self._read_tier_hits()
 
+    @property
+    def num_held(self) -> int:
+        """Of how many requests and sequences anything is held."""
+        return len(self._events) + len(self._lives.keys() | self._starting.keys())
+
     def hold(self, request_id: RequestId, kind: TimelineKind) -> None:
         """Begin a wait before the scheduler has the request, such as "compile"; it ends with the next call for it."""
         now = self._clock()

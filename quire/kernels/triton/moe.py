@@ -138,7 +138,7 @@ def multiply_pairs(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     is_in_order: bool = False,
-    biases: ExpertBiases | None = None,
+    extra: ExpertExtras | None = None,
 ) -> Tensor:
     """Return the weighted outputs of the pairs [P, N]; zeros where the expert is negative. Arguments are those of
     `mixture_of_experts`; spec: with as many experts as there are weights."""
@@ -146,11 +146,12 @@ def multiply_pairs(
     parts = torch.zeros(len(routes.experts), x.shape[1], dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return parts
-    call = _ExpertCall(out, x, None, spec, gate_up, down, is_in_order, ExpertExtras(biases))
+    call = _ExpertCall(out, x, None, spec, gate_up, down, is_in_order, extra or ExpertExtras())
     _check(call)
-    _check_biases(out, spec, biases)
+    _check_biases(out, spec, call.extra.biases)
     launches, hidden, close = _product_launches(call, routes)
-    run_all([*launches, close(hidden, parts)])
+    run_all(launches)
+    close(hidden, parts).run()  # what adapters add to the last product reads `hidden` at once
     return parts
 
 

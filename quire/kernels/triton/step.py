@@ -69,7 +69,13 @@ class AttentionLibrary(Protocol):
 
 
 class AddsAdapters(Protocol):
-    """The rows of a step that have LoRA adapters."""
+    """The rows of a step that have LoRA adapters.
+
+    numbers  [T] i32 of the rows' adapters; -1: none
+    """
+
+    @property
+    def numbers(self) -> Tensor: ...
 
     def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
         """Return the output y [T, O] of a linear layer with what the adapters add for its input x [T, K]; changes y.
@@ -88,10 +94,13 @@ class AddsAdapters(Protocol):
         change y."""
         ...
 
-    def of_experts(self, name: str) -> Callable[[Tensor], Callable[[str, Tensor, int], Tensor]] | None:
+    def of_experts(
+        self, name: str, numbers: Tensor | None = None
+    ) -> Callable[[Tensor], Callable[[str, Tensor, int], Tensor]] | None:
         """Return what the adapters add to the products of a mixture, see `ExpertExtras` of moe.py; None: nothing.
 
-        name  of the experts of a layer, as layers.0.experts
+        name     of the experts of a layer, as layers.0.experts
+        numbers  of the adapters of other rows, which the experts get in place of the step's
         """
         ...
 

@@ -14,7 +14,8 @@ from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model.device_decoder import DeviceDecoder, DeviceLayer
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_decoder_layer import DeviceLayer
 from quire.model.device_embedding import norm_of
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import DeviceRanks

@@ -12,22 +12,34 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
 from quire.model.checkpoint import find_stored_sources
 from quire.model.families import FAMILIES
 from quire.model.families.sources import Source, Sources
+from quire.model.families.wrappers import NOT_TEXT
 from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from quire.model.lora.experts import LowRankPair, expert_sources, is_stack, split_gate_up, split_stack
 from quire.model.lora.latent import is_absorbed
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_tensors import listing, open_file
 
+logger = get_logger(__name__)
+
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _LAYER_MODULE = re.compile(
-    r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|kv_b|gate|up|down|router|shared_scale|shared\.(?:gate|up|down))|lm_head"
+    r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|kv_b|gate|up|down|router|shared_scale|shared\.(?:gate|up|down)"
+    r"|delta\.(?:qkv|z|z_in|b|a|a_in|o)|conv\.(?:in|out)|mamba\.(?:in|x|step|out)|latent_in|latent_out"
+    r"|index_(?:q|k|weights)|block_out|adapters\.\w+_(?:in|out))|lm_head"
 )
 """Canonical names of the linear layers that can be adapted."""
+_ALIASES = (
+    (re.compile(r"\.mlp\.router\b"), ".block_sparse_moe.gate"),
+    (re.compile(r"\.mlp\."), ".block_sparse_moe."),
+    (re.compile(r"\.self_attn\.forget_gate\."), ".self_attn."),
+)
+"""Modules of transformers that checkpoints store under other names, and these."""
 _HASHED_BYTES = 1 << 20
 
 
@@ -94,8 +106,12 @@ class AdapterReader:
     def _matrices(self, tensors: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, Tensor]]:
         """Return module -> its matrices A and B, checked but for their sizes."""
         parts: dict[str, dict[str, Tensor]] = {}
+        num_left_out = 0
         for name, tensor in tensors.items():
             match = _MATRIX.fullmatch(name)
+            if match is not None and NOT_TEXT.fullmatch(f"{match[1]}.weight"):
+                num_left_out += 1
+                continue
             if match is None:
                 raise UnsupportedError(
                     f"{file} holds {name!r}, which is no lora_A.weight or lora_B.weight of a linear layer; adapters of "
@@ -106,8 +122,12 @@ class AdapterReader:
                 raise ModelFormatError(f"{file} holds lora_{match[2]} of {match[1]} twice, under different prefixes")
             _check_matrix(name, tensor, file)
             matrices[match[2]] = tensor
+        if num_left_out:
+            logger.warning(
+                "%s: %d matrices of layers for images or sounds are left out, as only text is computed", file, num_left_out
+            )
         if not parts:
-            raise ModelFormatError(f"{file} holds no tensors")
+            raise ModelFormatError(f"{file} holds no matrices" + (" of the language model" if num_left_out else ""))
         for module, matrices in parts.items():
             missing = [letter for letter in "AB" if letter not in matrices]
             if missing:
@@ -134,12 +154,19 @@ class AdapterReader:
         """Return stored name of a base weight -> its matrices in f32, b with the scale."""
         modules: dict[str, LowRankPair] = {}
         for module, matrices in parts.items():
-            stored = self._page.strip(f"{module}.weight")
+            stored = self._known(self._page.strip(f"{module}.weight"))
             if stored in modules:
                 raise ModelFormatError(f"{file} holds the matrices of {module} twice, under different prefixes")
             modules[stored] = pair = self._pair(module, matrices, config, file)
             self._check_shape(module, self._stored_shapes.get(stored), pair, config, file)
         return modules
+
+    def _known(self, stored: str) -> str:
+        """Return the name under which the checkpoint has a weight, given that or the one of transformers."""
+        if stored in self._stored_shapes:
+            return stored
+        found = (pattern.sub(name, stored) for pattern, name in _ALIASES)
+        return next((name for name in found if name in self._stored_shapes), stored)
 
     def _pair(self, module: str, matrices: Mapping[str, Tensor], config: AdapterConfig, file: Path) -> LowRankPair:
         a, b, rank = matrices["A"], matrices["B"], config.rank_of(module)
@@ -168,9 +195,9 @@ class AdapterReader:
         made_for = f", which was made for {config.base_model!r}," if config.base_model else ""
         raise ModelFormatError(
             f"{file}{made_for} adapts {len(names)} modules that are no linear layers of {self._folder} or cannot be adapted "
-            f"({listing([_module(name) for name in names])}); supported: the linear layers of attention and of MLPs, routers, "
-            "lm_head, and experts by the names of the checkpoint's matrices or as target_parameters of PEFT "
-            "(experts.gate_up_proj, experts.down_proj)"
+            f"({listing([_module(name) for name in names])}); supported: the linear layers of attention, of recurrent mixers "
+            "and of MLPs, routers, lm_head, and experts by the names of the checkpoint's matrices or as target_parameters of "
+            "PEFT (experts.gate_up_proj, experts.down_proj)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from quire.kernels.triton.lora import HeadGroups, RowGroups, add_low_rank, group
 from quire.kernels.triton.moe import AddedProducts
 from quire.model.lora.adapter import Adapter, adaptable_shapes
 from quire.model.lora.device_heads import HeadMatrices
+from quire.model.lora.device_shards import AdapterShard
 from quire.model.lora.experts import LowRankPair, expert_shapes, is_expert, is_router
 from quire.model.lora.latent import is_absorbed
 from quire.model.lora.numbers import AdapterNumbers
@@ -70,15 +71,15 @@ class AdaptedRows(NamedTuple):
         """See AddsAdapters."""
         return self.heads[name].add_to_values(y, x, self.head_groups[y.shape[1]])
 
-    def of_experts(self, name: str) -> Callable[[Tensor], AddedProducts] | None:
-        """Return what the adapters add to the products of the experts of a layer; None: nothing."""
-        has_experts = self.has_experts
+    def of_experts(self, name: str, numbers: Tensor | None = None) -> Callable[[Tensor], AddedProducts] | None:
+        """See AddsAdapters."""
+        has_experts, rows = self.has_experts, self.numbers if numbers is None else numbers
         if has_experts is None:
             return None
 
         def of_pairs(experts: Tensor) -> AddedProducts:
             num_experts = len(self.matrices[f"{name}.down"].a) // len(has_experts)
-            groups = group_pairs(self.numbers, has_experts, experts, num_experts)
+            groups = group_pairs(rows, has_experts, experts, num_experts)
 
             def added(module: str, x: Tensor, num_slots: int) -> Tensor:
                 found = self.matrices[f"{name}.{module}"]
@@ -96,12 +97,22 @@ class DeviceAdapters:
 
     max_loras, max_rank  see EngineConfig
     has_experts          experts can be adapted: the memory is that of adapters of all experts, too
+    shard                the part of this rank, which `spec` describes; None: there is one rank
     """
 
-    def __init__(self, spec: ModelSpec, max_loras: int, max_rank: int, device: torch.device, has_experts: bool = False) -> None:
-        self._spec, self._max_loras, self._max_rank = spec, max_loras, max_rank
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_loras: int,
+        max_rank: int,
+        device: torch.device,
+        has_experts: bool = False,
+        shard: AdapterShard | None = None,
+    ) -> None:
+        self._spec, self._max_loras, self._max_rank, self._shard = spec, max_loras, max_rank, shard
         self.numbers = AdapterNumbers()
-        own = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        whole = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        own = whole if shard is None else shard.shapes()
         shapes, stacks = adaptable_shapes(own), expert_shapes(spec, own)
         parts: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, _Place] = {}
@@ -152,8 +163,9 @@ class DeviceAdapters:
                     f"{self._max_rank}: raise it (--max-lora-rank)"
                 )
         has_experts = any(is_expert(name) for name in adapter.pairs)
+        own = self._own_pairs(adapter)
         found: dict[str, list[tuple[_Place, LowRankPair]]] = {layer: [] for layer in self._matrices}
-        for name, pair in adapter.pairs.items():
+        for name, pair in own.items():
             if name in self._heads:
                 continue
             place = self._places[name]
@@ -163,10 +175,17 @@ class DeviceAdapters:
                 if self._num_experts[layer] == 1 or has_experts:
                     self._set(layer, number, pairs)
             for name, matrices in self._heads.items():
-                matrices.set(number, adapter.pairs.get(name), self._attention(name))
+                matrices.set(number, own.get(name), self._attention(name))
             if self._has_experts is not None:
                 self._has_experts[number] = int(has_experts)
         self.numbers.set(adapter.key, number)
+
+    def _own_pairs(self, adapter: Adapter) -> Mapping[str, LowRankPair]:
+        """Return the pairs of this rank."""
+        if self._shard is None:
+            return adapter.pairs
+        parts = [self._shard.pairs(name, pair) for name, pair in adapter.pairs.items()]
+        return {name: pair for part in parts for name, pair in part.items()}
 
     def _set(self, layer: str, number: int, pairs: Sequence[tuple[_Place, LowRankPair]]) -> None:
         """Write the matrices of an adapter for a layer, of all its experts, and zeros where it has none."""

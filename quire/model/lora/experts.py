@@ -16,7 +16,7 @@ from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from quire.model.parameters import Shape
 
 _STACK = re.compile(r"(layers\.(\d+)\.experts)\.(gate_up|down)\.weight")
-_STACKED_MODULE = re.compile(r"(layers\.(\d+)\..*\bexperts)(?:\.base_layer)*")
+_STACKED_MODULE = re.compile(r"(layers\.(\d+)\.(?:.*\bexperts|block_sparse_moe\.(?:input|output)_linear))(?:\.base_layer)*")
 _EXPERT = re.compile(r"layers\.\d+\.experts\.\d+\.\w+")
 _ROUTER = re.compile(r"layers\.\d+\.router")
 
@@ -102,7 +102,8 @@ def split_stack(
 
     a  [E * rank, in], the rows of an expert together; b [out, rank * E], the columns of a rank together
 
-    PEFT names the adapters of the two stacks of a layer alike: their sizes tell which is which. Raises ModelFormatError.
+    PEFT names the adapters of the two stacks of a layer alike: their sizes tell which is which. Where it does not know that a
+    stack is stored [E, in, out], as those of Llama 4, a has the outputs and b the inputs. Raises ModelFormatError.
     """
     match = _STACKED_MODULE.fullmatch(module)
     assert match is not None
@@ -110,14 +111,16 @@ def split_stack(
     assert isinstance(layer.mlp, MoeSpec)
     num_experts, sizes = layer.mlp.num_experts, (b.shape[0], a.shape[1])
     stacks = {name: tuple(shapes[f"layers.{match[2]}.experts.{name}.weight"][1:]) for name in ("gate_up", "down")}
-    kind = next((name for name, shape in stacks.items() if shape == sizes), None)
+    is_swapped = sizes not in stacks.values() or (spec.model_type == "llama4_text" and sizes[::-1] in stacks.values())
+    wanted = sizes[::-1] if is_swapped else sizes
+    kind = next((name for name, shape in stacks.items() if shape == wanted), None)
     if kind is None:
         raise ModelFormatError(
             f"{file}: the adapter of {module} is for experts of {sizes[1]} inputs and {sizes[0]} outputs, but those of the "
             f"base model have {' or '.join(f'{columns} and {rows}' for rows, columns in stacks.values())}: the adapter is for "
             "another base model"
         )
-    stored = f"{match[1]}.{kind}_proj"
+    stored = f"{match[1]}.{kind}_proj" if match[1].endswith("experts") else f"{match[1]}.weight"
     rank = config.rank_of(stored)
     if a.shape[0] != num_experts * rank or b.shape[1] != num_experts * rank:
         raise ModelFormatError(
@@ -127,6 +130,8 @@ def split_stack(
         )
     firsts = a.float().view(num_experts, rank, -1)
     seconds = (b.float() * config.scale_of(stored)).view(len(b), rank, num_experts).permute(2, 0, 1)
+    if is_swapped:
+        firsts, seconds = seconds.transpose(1, 2), firsts.transpose(1, 2)
     if kind == "gate_up" and spec.model_type == "gpt_oss":  # whose rows of gate and up take turns
         seconds = seconds.reshape(num_experts, -1, 2, rank).transpose(1, 2).reshape(num_experts, -1, rank)
     pairs = zip(firsts, seconds, strict=True)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.mixer_spec import GatedDeltaSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.model.lora.adapter import Adapter
 from quire.model.lora.experts import LowRankPair, is_expert
 from quire.model.lora.latent import is_absorbed, split_heads
 from quire.model.lora.numbers import AdapterNumbers
+from quire.model.native_mixers import mixer_ranges
 from quire.model.native_weights import WeightPacker
 from quire.model.tensor_shards import ModelShard
+from quire.parallel.shards import ShardRange
 
 _MODULES = {
     "q": (0,),
@@ -32,12 +35,25 @@ _MODULES = {
     "shared.up": (10,),
     "shared.down": (11,),
     "shared_scale": (12,),
+    "attn_gate": (24,),
 }
 """Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
 _EXPERT_MODULES = {"gate": 0, "up": 1, "down": 2}
 """Module of an expert -> ExpertModule in csrc/lora.h."""
 _KEYS_AND_VALUES = (1, 2)
-_HEAD = 13
+_MIXER_PARTS = {
+    "delta.qkv": 13,
+    "conv.in": 13,
+    "mamba.in": 13,
+    "delta.z_in": 16,
+    "delta.b": 17,
+    "delta.a_in": 18,
+    "mamba.x": 21,
+    "mamba.step": 22,
+    **dict.fromkeys(("delta.o", "conv.out", "mamba.out"), 23),
+}
+"""Canonical name of a mixer's module -> LoraModule of its first part; see Mixer in csrc/plan.h."""
+_HEAD = 25
 
 
 class NativeAdapters:
@@ -60,6 +76,8 @@ class NativeAdapters:
         packer = WeightPacker(self._native, getattr(torch, self._spec.dtype))
         packed = self._native.LoraAdapter(self._plan.num_layers, self._plan.num_experts, self._plan.num_latent_heads)
         for name, pair in adapter.pairs.items():
+            if self._set_mixer(packed, packer, name, pair):
+                continue
             own = pair.b
             if self._shard is not None:
                 rows = self._shard.output_rows(name, len(pair.b))
@@ -81,6 +99,24 @@ class NativeAdapters:
         self.numbers.set(adapter.key, number)
         if "lm_head" in adapter.pairs:
             self._with_head.add(adapter.key)
+
+    def _set_mixer(self, packed: Any, packer: WeightPacker, name: str, pair: LowRankPair) -> bool:
+        """Set the parts of a pair of a linear layer of a mixer; return whether it is one."""
+        _, index, module = name.split(".", 2) if name != "lm_head" else ("", "0", "")
+        spec, layer = self._spec.layers[int(index)].mixer, None if self._shard is None else self._shard.layers[int(index)]
+        if spec is None or not module.startswith(("delta.", "conv.", "mamba.")):
+            return False
+        is_low = isinstance(spec, GatedDeltaSpec) and spec.gate_rank is not None
+        first = {"delta.z": 19 if is_low else 16, "delta.a": 20 if is_low else 18, **_MIXER_PARTS}[module]
+        ranges = mixer_ranges(spec, None if layer is None else layer.mixer_heads).get(module)
+        if ranges is None:
+            is_last = layer is not None and first == _MIXER_PARTS["mamba.out"]
+            ranges = [layer.outputs if is_last and layer is not None else ShardRange(0, len(pair.b))]
+        a = packer.pack(pair.a.contiguous(), may_be_short=False)
+        for part, rows in enumerate(ranges):
+            b = packer.pack(pair.b[rows.start : rows.stop].contiguous(), may_be_short=False)
+            packed.set(int(index), first + part, a, b)
+        return True
 
     def _set_heads(self, packed: Any, packer: WeightPacker, layer: int, pair: LowRankPair) -> None:
         """Set the pairs of the products of each head with latent attention that `pair`, of kv_b and the rank's heads, makes."""

@@ -98,10 +98,12 @@ class TokenizerPool:
         self._max_waiting = max_waiting
         self._weight_of = weight_of
         self._random = random
-        self._lines: dict[tuple[str, bool], _Line] = {}
+        self.lines: dict[tuple[str, bool], _Line] = {}
+        """By owner, and whether of batches."""
         self._clock = FairClock()
         self._num_held = self._num_running = self._num_running_large = self._num_calls = 0
-        self._mean_s = 0.0
+        self.mean_s = 0.0
+        """Of the last calls."""
         self._mean_brief_s = 0.0
         self._turn_left_s = _BRIEF_PER_TURN_S
 
@@ -116,9 +118,9 @@ class TokenizerPool:
 
         Raises ApiError 503 when too many calls wait, 429 when most of them are this owner's.
         """
-        line = self._lines.get((owner, is_batch))
+        line = self.lines.get((owner, is_batch))
         if line is None:
-            line = self._lines[owner, is_batch] = _Line(is_batch, Share(self._weight_of(owner)))
+            line = self.lines[owner, is_batch] = _Line(is_batch, Share(self._weight_of(owner)))
         self._check_room(line)
         if not line.num_held:
             self._clock.enter(line.share)
@@ -156,18 +158,18 @@ class TokenizerPool:
 
     def _account(self, line: _Line, outcome: _Outcome, *, is_brief: bool) -> None:
         line.share.charge(outcome.processor_s)
-        self._mean_s += (outcome.elapsed_s - self._mean_s) / (_MEAN_OVER_CALLS if self._mean_s else 1)
+        self.mean_s += (outcome.elapsed_s - self.mean_s) / (_MEAN_OVER_CALLS if self.mean_s else 1)
         if is_brief:
             self._mean_brief_s += (outcome.processor_s - self._mean_brief_s) / _MEAN_OVER_CALLS
 
     @property
     def retry_after_s(self) -> float:
         """Return the Retry-After of a full queue: the time in which a quarter of it is likely to be done, with jitter."""
-        return spread_s(self._num_held / 4 * self._mean_s / self._num_threads, self._random)
+        return spread_s(self._num_held / 4 * self.mean_s / self._num_threads, self._random)
 
     def close(self) -> None:
         """Refuse new calls and drop waiting ones; running calls end by themselves."""
-        for line in self._lines.values():
+        for line in self.lines.values():
             for call in (*line.small.values(), *line.large.values()):
                 call.done.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -190,7 +192,7 @@ class TokenizerPool:
         """Start waiting calls on free threads."""
         while self._num_running < self._num_threads:
             may_be_large = self._num_running_large < max(self._num_threads - 1, 1)
-            found = [(line, call) for line in self._lines.values() if (call := line.first(may_be_large)) is not None]
+            found = [(line, call) for line in self.lines.values() if (call := line.first(may_be_large)) is not None]
             if not found:
                 return
             line, call = min(found, key=lambda one: (one[0].is_batch, one[0].load, one[0].share.received, one[1].number))

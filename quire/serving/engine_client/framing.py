@@ -49,24 +49,25 @@ class FrameWriter:
         self._session = session
         self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = bytearray(HEADER.size)
+        self.frame = bytearray(HEADER.size)
+        """The last one that was written."""
         self.num_sent = 0
 
     def write(self, message: msgspec.Struct) -> bytearray:
         """Return the frame of a message, in a buffer that the next call overwrites. Raises MessageError."""
         try:
-            self._encoder.encode_into(message, self._buffer, HEADER.size)
+            self._encoder.encode_into(message, self.frame, HEADER.size)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise MessageError(f"a {type(message).__name__} message cannot be encoded: {error}") from error
-        num_bytes = len(self._buffer) - HEADER.size
+        num_bytes = len(self.frame) - HEADER.size
         if num_bytes > self._max_bytes:
-            self._buffer = bytearray(HEADER.size)
+            self.frame = bytearray(HEADER.size)
             raise MessageError(
                 f"a {type(message).__name__} message takes {num_bytes} bytes, the link carries {self._max_bytes} at most"
             )
-        HEADER.pack_into(self._buffer, 0, self._session, self.num_sent)
+        HEADER.pack_into(self.frame, 0, self._session, self.num_sent)
         self.num_sent += 1
-        return self._buffer
+        return self.frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,8 +214,12 @@ class KvEventPublisher:
         options = self._options
         if "*" in options.endpoint or "::" in options.endpoint or options.endpoint.startswith("ipc://"):
             self._socket.bind(options.endpoint)
+            logger.info("KV events are published at %s", options.endpoint)
         else:
             self._socket.connect(options.endpoint)
+            logger.info(
+                "KV events are sent to %s, which a subscriber must listen at; tcp://*:PORT listens here", options.endpoint
+            )
         if options.replay_endpoint is not None:
             self._replay.bind(options.replay_endpoint)
             self._thread = threading.Thread(target=self._serve_replays, name="quire-kv-replay", daemon=True)

@@ -27,20 +27,20 @@ class EnginePort:
     def __init__(self, start: Start, lifeline: BinaryIO) -> None:
         self._lifeline = lifeline
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.LINGER, _FLUSH_MS)
+        self.socket = self._context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.LINGER, _FLUSH_MS)
         if start.server_key:
-            beat(self._socket)
-            self._socket.curve_serverkey = start.server_key
-            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.connect(start.address)
+            beat(self.socket)
+            self.socket.curve_serverkey = start.server_key
+            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
+        self.socket.connect(start.address)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(lifeline.fileno(), zmq.POLLIN)
-        self._writer = FrameWriter(start.session)
+        self.writer = FrameWriter(start.session)
         self._reader: FrameReader[ToEngine] = FrameReader(start.session, ToEngine)
         self.last_empty_s = time.monotonic()
 
@@ -58,12 +58,12 @@ class EnginePort:
 
         Missing commands are reported to the server at once.
         """
-        if timeout_s > 0 and not is_readable(self._socket):
+        if timeout_s > 0 and not is_readable(self.socket):
             self._poller.poll(round(timeout_s * 1000))
             self.check_peer()
         commands: list[ToEngine] = []
-        while is_readable(self._socket):
-            received = self._reader.read(self._socket.recv(zmq.NOBLOCK))
+        while is_readable(self.socket):
+            received = self._reader.read(self.socket.recv(zmq.NOBLOCK))
             if received.lost is not None:
                 self.send(Lost(*received.lost))
             if received.message is not None:
@@ -73,13 +73,13 @@ class EnginePort:
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; block while the server has too many unread ones. Raises MessageError and PeerGoneError."""
-        frame = self._writer.write(message)
+        frame = self.writer.write(message)
         while True:
             try:
-                self._socket.send(frame, zmq.NOBLOCK)
+                self.socket.send(frame, zmq.NOBLOCK)
                 return
             except zmq.Again:
-                self._socket.poll(_PEER_CHECK_MS, zmq.POLLOUT)
+                self.socket.poll(_PEER_CHECK_MS, zmq.POLLOUT)
                 self.check_peer()
 
     def check_peer(self) -> None:
@@ -90,5 +90,5 @@ class EnginePort:
 
     def close(self) -> None:
         """Close the socket, after all messages are sent or a second has passed."""
-        self._socket.close()
+        self.socket.close()
         self._context.term()

@@ -80,11 +80,12 @@ class ResponseTable:
             self.conversations = ConversationTable(
                 self._db, lambda owner, num_bytes, kept: self._grow(owner, num_bytes, {kept})
             )
-            self._num_bytes = self._count()
+            self.num_bytes = self.count_bytes()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {folder}: {error}") from None
 
-    def _count(self) -> dict[str, int]:
+    def count_bytes(self) -> dict[str, int]:
+        """Return the bytes by owner, as the database has them; `num_bytes` follows them."""
         return dict(self._db.execute(f"SELECT owner, SUM(num_bytes) FROM ({_ALL}) GROUP BY owner").fetchall())
 
     def close(self) -> None:
@@ -129,18 +130,18 @@ class ResponseTable:
             return
         self._purge_at = now + PURGE_INTERVAL_S
         if sum(self._db.execute(f"DELETE FROM {name} WHERE expires_at <= ?", (now,)).rowcount for name in _TABLES):
-            self._num_bytes = self._count()
+            self.num_bytes = self.count_bytes()
 
     def _grow(self, owner: str, num_bytes: int, kept: Collection[str]) -> None:
         """Count bytes that an owner has more, and remove the oldest of what is over a limit, except `kept`."""
-        self._num_bytes[owner] = self._num_bytes.get(owner, 0) + num_bytes
+        self.num_bytes[owner] = self.num_bytes.get(owner, 0) + num_bytes
         if num_bytes <= 0:
             return
         self._trim(owner, self._limit_of(owner), kept)
         if self._max_bytes is not None:
-            while (excess := sum(self._num_bytes.values()) - self._max_bytes) > 0:
-                largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
-                if not self._trim(largest, max(0, self._num_bytes[largest] - excess), kept):
+            while (excess := sum(self.num_bytes.values()) - self._max_bytes) > 0:
+                largest = max(self.num_bytes, key=self.num_bytes.__getitem__)
+                if not self._trim(largest, max(0, self.num_bytes[largest] - excess), kept):
                     return
 
     def _trim(self, owner: str, max_bytes: int, kept: Collection[str]) -> bool:
@@ -149,13 +150,13 @@ class ResponseTable:
         listed = ",".join("?" * len(kept))
         oldest = f"SELECT id, num_bytes FROM ({_ALL}) WHERE owner=? AND id NOT IN ({listed}) ORDER BY expires_at LIMIT 64"
         values = (owner, *kept)
-        while self._num_bytes.get(owner, 0) > max_bytes and (rows := self._db.execute(oldest, values).fetchall()):
+        while self.num_bytes.get(owner, 0) > max_bytes and (rows := self._db.execute(oldest, values).fetchall()):
             for removed_id, num_bytes in rows:
-                if self._num_bytes[owner] <= max_bytes:
+                if self.num_bytes[owner] <= max_bytes:
                     break
                 for name in _TABLES:
                     self._db.execute(f"DELETE FROM {name} WHERE id=?", (removed_id,))
-                self._num_bytes[owner] -= num_bytes
+                self.num_bytes[owner] -= num_bytes
                 num_dropped += 1
         return num_dropped > 0
 
@@ -206,7 +207,7 @@ class ResponseTable:
         sql = f"DELETE FROM response WHERE id=? AND owner=? AND expires_at>? RETURNING {_SIZE}"
         rows = self._db.execute(sql, (response_id, owner, now)).fetchall()
         for (num_bytes,) in rows:
-            self._num_bytes[owner] -= num_bytes
+            self.num_bytes[owner] -= num_bytes
         return bool(rows)
 
 
@@ -229,12 +230,12 @@ class ResponseStore:
     ) -> None:
         self._clock = clock
         max_bytes = max_memory_bytes if folder is None else None
-        self._thread = StoreThread(lambda: ResponseTable(folder, max_bytes, limit_of), "quire-responses", _storage_failed)
-        self._call = self._thread.call
+        self.thread = StoreThread(lambda: ResponseTable(folder, max_bytes, limit_of), "quire-responses", _storage_failed)
+        self._call = self.thread.call
 
     async def close(self) -> None:
         """Close the database after pending calls; later calls are refused."""
-        await self._thread.close(ResponseTable.close)
+        await self.thread.close(ResponseTable.close)
 
     async def put(self, owner: str, record: StoredResponse, conversation_id: str | None = None) -> None:
         """Store a response, and append it to a conversation. Raises ApiError 503 if the disk is full or broken."""

@@ -14,7 +14,7 @@ import torch
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
-from quire.contracts.expert_options import counts_experts
+from quire.contracts.expert_options import EplbConfig, counts_experts
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
@@ -24,12 +24,13 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
-from quire.kv.tiers.host_slab import slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_file
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
+from quire.model.lora.device_shards import AdapterShard
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -39,6 +40,7 @@ from quire.speculate.memory import StepLimits
 from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
+from quire.worker.device.expert_loading import device_mover, moving_bytes
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
@@ -51,6 +53,7 @@ from quire.worker.device.memory import (
     DeviceMemory,
     MemoryBefore,
     Recordings,
+    check_pinned,
     device_weight_bytes,
     measure_usage,
     most_drafts_on_device,
@@ -63,8 +66,10 @@ from quire.worker.device.memory import (
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
+from quire.worker.expert_moves import ExpertMover
 from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
+from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
@@ -81,24 +86,28 @@ class BuiltRank(NamedTuple):
     drafter: Drafter | None
     plan: MemoryPlan
     adapters: DeviceAdapters | None = None
+    mover: ExpertMover | None = None
 
 
 def build_device_runner(
-    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
+    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int, slab: HostSlab | None = None
 ) -> tuple[StepDriver, ModelReport]:
     """Load a model on a device and return its step driver, with the report of what it takes there.
 
     With several ranks or stages this is rank 0; the other ranks are started and have loaded their parts.
+    slab  see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     if config.nvtx_ranges and device.type != "cuda":
         raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
+    if slab is None:
+        check_pinned(report.memory)
     sizes = step_sizes(config, report, num_batched_tokens)
     warn_lossy(config)
     if config.parallel.world_size > 1:
         built = build_leader(config, device, report, sizes)
     else:
-        built = build_rank(config, device, report, sizes)
+        built = build_rank(config, device, report, sizes, slab=slab)
     for line in built.plan.describe().splitlines():
         logger.info(line)
     report, speculator = replace(report, memory=built.plan), None
@@ -112,13 +121,19 @@ def build_device_runner(
         raise
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
-    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
+    adapters = None
+    if built.adapters is not None:
+        leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
+        holder = built.adapters if leader is None else GroupAdapters(leader)
+        adapters = DecoderAdapters(config, report, holder, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
     if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
         return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
-    driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
+    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) and config.enable_eplb else None
+    rebalance = None if leader is None else leader.rebalance_experts
+    driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover, rebalance)
     return driver, report
 
 
@@ -164,7 +179,9 @@ def _start_ranks(
         assert isinstance(built.executor, LeaderGpuExecutor)
         placements = placements_of(told.expert_ranks, report.spec)
         if placements is not None and group.stage is None:
-            built.executor.place_experts(placements, config.parallel.shares)
+            built.executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+        if built.mover is not None:
+            built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
     except WorkerError:
         workers.wait_ready()  # raises what the rank at fault has failed with, in its class
@@ -187,11 +204,17 @@ def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> Grap
 
 
 def build_rank(
-    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, group: GpuGroup | None = None
+    config: EngineConfig,
+    device: torch.device,
+    report: ModelReport,
+    sizes: StepSizes,
+    group: GpuGroup | None = None,
+    slab: HostSlab | None = None,
 ) -> BuiltRank:
     """Load a model, or this rank's part of it; plan its memory and make its KV pool.
 
     group  of ranks that share the model: every rank calls this, and all find the same number of blocks
+    slab   see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     _choose_tiles(config, device)
@@ -221,15 +244,18 @@ def build_rank(
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
         adapters = None
         if config.enable_lora:
-            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device, config.enable_lora_experts)
+            shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)
+            limits = config.max_loras, config.max_lora_rank
+            adapters = DeviceAdapters(decoder.spec, *limits, device, config.enable_lora_experts, shard)
         parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
-        stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)
+        stepper = LeaderGpuExecutor(*parts, group, adapters) if is_leader else GpuStepExecutor(*parts, adapters)
         if group is not None:
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
-        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares)
+        num_moving = moving_bytes(config, report)
+        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes
         page_shares = report.memory.page_shares
@@ -244,7 +270,8 @@ def build_rank(
             drafter.give_pool(plan.num_kv_blocks)
         if config.host_tier_bytes:
             share = None if group is None else group.page_share(report.memory)
-            stepper.open_host_tier(num_host_pages(config, report), is_first and config.prefill_listen is not None, share)
+            is_shared = is_first and config.prefill_listen is not None
+            stepper.open_host_tier(num_host_pages(config, report), is_shared, share, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -252,7 +279,8 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    return BuiltRank(stepper, drafter, plan, adapters)
+    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group.host)
+    return BuiltRank(stepper, drafter, plan, adapters, mover)
 
 
 def is_eager(config: EngineConfig) -> bool:
@@ -333,6 +361,7 @@ class _Measured(NamedTuple):
     drafter: Drafter | None
     ranks: DeviceRanks | None
     page_shares: tuple[int, ...]
+    moving_bytes: int = 0
 
     @property
     def steppers(self) -> list[GpuStepExecutor]:
@@ -357,6 +386,7 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
+    held += own.moving_bytes
     usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv, own.page_shares))
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

@@ -9,11 +9,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.config import EngineConfig
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.resolve import resolve_model
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.rendezvous import check_fingerprints
@@ -22,8 +24,9 @@ from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
 from quire.worker.device.staged_call import GpuCall, decode_staged
+from quire.worker.expert_moves import ExpertMover
 from quire.worker.parallel_launch import own_fingerprint
-from quire.worker.parallel_messages import decode_page_moves
+from quire.worker.parallel_messages import decode_adapter, decode_adapter_key, decode_expert_change, decode_page_moves
 
 
 def main(context: WorkerContext) -> None:
@@ -45,7 +48,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage("loading weights")
     built = build_rank(config, device, report, told.sizes, group)
     context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
-    follower = Follower(built.executor, group)
+    follower = Follower(built.executor, group, built.mover, built.adapters)
     while True:
         message = context.ring.receive()
         if message is None:
@@ -59,8 +62,14 @@ def main(context: WorkerContext) -> None:
 class Follower:
     """Makes the calls of the leader's executor on this rank's. It reads nothing back."""
 
-    def __init__(self, executor: GpuStepExecutor, group: GpuGroup) -> None:
-        self._executor, self._group = executor, group
+    def __init__(
+        self,
+        executor: GpuStepExecutor,
+        group: GpuGroup,
+        mover: ExpertMover | None = None,
+        adapters: DeviceAdapters | None = None,
+    ) -> None:
+        self._executor, self._group, self._mover, self._adapters = executor, group, mover, adapters
         self._hidden: dict[int, Tensor] = {}  # of the last steps that kept them, by Launched.place
         self._num_kept = 0
         self._num_moved = 0
@@ -95,13 +104,26 @@ class Follower:
             elif call is GpuCall.LOGITS:
                 if self._executor.samples:
                     first, last, place = message.header[1:4].tolist()
-                    self._executor.logits_of(self._hidden[place][first:last])
+                    numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
+                    self._executor.logits_of(self._hidden[place][first:last], numbers)
             elif call is GpuCall.MOVE_PAGES:
                 self._executor.move_pages(0, *decode_page_moves(message))
+            elif self._mover is not None and call is GpuCall.LOAD_EXPERTS:
+                self._mover.prepare(decode_expert_change(message))
+            elif self._mover is not None and call is GpuCall.SWITCH_EXPERTS:
+                self._mover.switch()
             elif call is GpuCall.USE_BLOCKS:
                 self._executor.use_blocks(message.arrays[0].tolist())
             else:
-                raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+                self._follow_adapter(call, message)
+
+    def _follow_adapter(self, call: GpuCall, message: RingMessage) -> None:
+        if self._adapters is None or call not in (GpuCall.LOAD_ADAPTER, GpuCall.UNLOAD_ADAPTER):
+            raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+        if call is GpuCall.LOAD_ADAPTER:
+            self._adapters.load(decode_adapter(message))
+        else:
+            self._adapters.unload(decode_adapter_key(message))
 
     def _note_moved(self, waits: bool) -> None:
         """Tell the leader which page moves have ended; waits: all, when they have."""

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
+from quire.contracts.expert_options import EplbConfig
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.lora.adapter import Adapter
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.barrier import AbortReason
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.worker_group import WorkerGroup
@@ -30,7 +33,10 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
-from quire.worker.parallel_messages import encode_page_moves
+from quire.worker.expert_moves import ExpertChange, ExpertMover
+from quire.worker.expert_rebalance import ExpertRebalancer
+from quire.worker.parallel_executor import check_adapter_size
+from quire.worker.parallel_messages import encode_adapter, encode_adapter_key, encode_expert_change, encode_page_moves
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -54,6 +60,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         graphs: StepGraphs,
         library: AttentionLibrary | None,
         group: GpuGroup,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         if group.workers is None:
             raise InvariantError("the leader of a group has workers")
@@ -61,7 +68,8 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._num_kept = 0  # steps whose hidden states are kept
         self._page_moves: deque[tuple[int, bool]] = deque()  # not ended on all ranks: the step, and whether it loads pages
         self._num_moved = self._num_moved_here = 0
-        super().__init__(decoder, pool, sizes, graphs, library)
+        self._rebalancer: ExpertRebalancer | None = None
+        super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
         """Tell the workers of every call from now on. Before, all ranks make the same calls by themselves."""
@@ -84,13 +92,36 @@ class LeaderGpuExecutor(GpuStepExecutor):
     def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
         """See GpuStepExecutor."""
         with self._scope():
+            if self._rebalancer is not None:
+                self._rebalancer.advance()
             launched = super().launch(step, sampling, changes, kept)
+            if self._rebalancer is not None and step is not None:
+                self._rebalancer.note_step()
             if launched.logits is None and launched.hidden is None:
                 return launched
             logits, hidden = (None if each is None else self.kept(each) for each in (launched.logits, launched.hidden))
             place = self._num_kept % self.max_in_flight
             self._num_kept += hidden is not None
             return launched._replace(logits=logits, hidden=hidden, place=place)
+
+    def move_experts(self, mover: ExpertMover, options: EplbConfig) -> None:
+        """Move experts between ranks from now on; after place_experts."""
+        if self._placed is None:
+            raise InvariantError("the experts are not placed on ranks")
+        self._rebalancer = ExpertRebalancer(
+            mover, self._send_change, self._placed_tokens, self._placed, options, self._save_placement
+        )
+
+    def rebalance_experts(self) -> bool:
+        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        After move_experts."""
+        if self._rebalancer is None:
+            raise InvariantError("experts do not move: move_experts was not called")
+        return self._rebalancer.start()
+
+    def _send_change(self, change: ExpertChange | None) -> None:
+        (_, *numbers), arrays = encode_expert_change(change)
+        self._workers.ring.send([GpuCall.SWITCH_EXPERTS if change is None else GpuCall.LOAD_EXPERTS, *numbers], arrays)
 
     def flush(self) -> None:
         """See StepExecutor."""
@@ -106,12 +137,32 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor. Each rank has the hidden states of the last steps that kept them."""
         with self._scope():
             if self._is_leading:
-                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place])
+                numbers = [] if started.adapters is None else [started.adapters[first:last]]
+                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place], numbers)
             return super().logits_at(started, first, last)
 
     def takes_masked(self, row: SamplingRow) -> bool:
         """See RowProcessor: the other ranks get no masks."""
         return False
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all ranks, before their next step. Raises UnsupportedError if it is too large."""
+        check_adapter_size(adapter)
+        holder = self._adapters_here()
+        holder.load(adapter)  # checks it: an error of a worker would end the group
+        with self._scope():
+            self._workers.ring.send(*encode_adapter(adapter, GpuCall.LOAD_ADAPTER))
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all ranks."""
+        self._adapters_here().unload(key)
+        with self._scope():
+            self._workers.ring.send(*encode_adapter_key(key, GpuCall.UNLOAD_ADAPTER))
+
+    def _adapters_here(self) -> DeviceAdapters:
+        if self._adapters is None:
+            raise InvariantError("the decoder takes no adapters")
+        return self._adapters
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every rank copies its share of each page."""
@@ -158,6 +209,8 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor."""
         with self._scope():
             self._workers.barrier.check()
+            if self._rebalancer is not None and self._sleeping is None:
+                self._rebalancer.advance()
 
     def sleep(self) -> None:
         """See StepExecutor: every rank does, before this returns."""
@@ -180,6 +233,9 @@ class LeaderGpuExecutor(GpuStepExecutor):
     def close(self) -> None:
         """See StepExecutor: the workers end."""
         cause = self._workers.barrier.abort_cause
+        if self._save_placement is not None:
+            self._save_placement()
+            self._save_placement = None
         self._workers.close()
         if cause is None:  # else the device may wait for a rank that is gone, and so would who frees its memory
             super().close()

@@ -271,7 +271,7 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, ranks = None, list[tuple[StagePlace, ModelSpec]]()
+    place, own, ranks = None, shapes, list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
         stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
         places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
@@ -302,14 +302,14 @@ def estimate_memory(
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
     head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **shapes})
+    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **own})
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks, kv)
     usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv, page_shares))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
-    pinned_bytes = check_pinned(config, num_offloaded_bytes)
+    pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
 
 
@@ -359,15 +359,14 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
     return [*found[len(shares) :], *found[: len(shares)]]
 
 
-def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:
-    """Return the bytes of the host tier. Raises ConfigError where the host has less; num_offloaded_bytes: of weights there."""
-    wanted, available = config.host_tier_bytes, available_memory_bytes() - num_offloaded_bytes
+def check_pinned(memory: MemoryPlan) -> None:
+    """Raise ConfigError where the host has not the memory of the host tier beside that of offloaded weights."""
+    wanted, available = memory.pinned_bytes, available_memory_bytes() - memory.offloaded_bytes
     if wanted > available:
         raise ConfigError(
             f"kv_host_bytes is {wanted}, which a GPU needs as pinned host memory, but {format_bytes(max(0, available))} are "
             "available there: lower it"
         )
-    return wanted
 
 
 def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[int] = ()) -> int:

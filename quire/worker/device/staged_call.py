@@ -76,6 +76,10 @@ class GpuCall(IntEnum):
     MOVE_PAGES = 5
     USE_BLOCKS = 6
     SETTLE_PAGES = 7
+    LOAD_EXPERTS = 8
+    SWITCH_EXPERTS = 9
+    LOAD_ADAPTER = 10
+    UNLOAD_ADAPTER = 11
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)
@@ -85,6 +89,7 @@ Encoded = tuple[list[int], list[NDArray[np.generic]]]
 def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
     """Return the message of a call; staged: the bytes of the staging buffer that it needs."""
     kind, of_key, arrays = _CHANGES, [0, 0, 0, 0], list[NDArray[np.generic]]()
+    has_adapters = any(each is not None and each.has_adapters for each in (call.key, call.shape))
     if isinstance(call.key, GraphKey):
         kind, of_key = _DECODE, [call.key.num_rows, SAMPLINGS.index(call.key.sampling), 0, 0]
     elif isinstance(call.key, PromptKey):
@@ -94,22 +99,22 @@ def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
         kind, of_key = _ONE_BY_ONE, [call.shape.has_trees, 0, 0, 0]
         arrays = [np.array(call.shape.counts, np.int32), np.array(call.shape.context_lens, np.int32)]
     sampled = [SAMPLINGS.index(call.sampling), call.num_sampled, call.keeps_hidden]
-    return [GpuCall.STAGED, kind, *of_key, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
+    return [GpuCall.STAGED, kind, *of_key, has_adapters, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
 
 
 def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
     """Return what encode_staged was given; the bytes are a view of the message."""
     words = message.header.tolist()
-    kind, of_key, (sampling, num_sampled, keeps_hidden) = words[1], words[2:6], words[6:9]
+    kind, of_key, has_adapters, (sampling, num_sampled, keeps_hidden) = words[1], words[2:6], bool(words[6]), words[7:10]
     key: GraphKey | PromptKey | None = None
     shape: StepShape | None = None
     if kind == _DECODE:
-        key = GraphKey(of_key[0], SAMPLINGS[of_key[1]])
+        key = GraphKey(of_key[0], SAMPLINGS[of_key[1]], has_adapters)
     elif kind == _PROMPTS:
-        key = PromptKey(of_key[0], of_key[1], SHORT_RUNS[of_key[2]], bool(of_key[3]))
+        key = PromptKey(of_key[0], of_key[1], SHORT_RUNS[of_key[2]], bool(of_key[3]), has_adapters)
     elif kind == _ONE_BY_ONE:
         counts, lengths = (tuple(array.tolist()) for array in message.arrays[2:])
-        shape = StepShape(counts, lengths, bool(of_key[0]))
+        shape = StepShape(counts, lengths, bool(of_key[0]), has_adapters)
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
     call = StagedCall(

@@ -26,6 +26,7 @@ from quire.model.heads.device_head import DeviceHead
 from quire.model.heads.head_spec import LayerHead
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
+from quire.parallel.communicator import EndedTransfer, Transfer
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy
 from quire.worker.device.block_table_updates import BlockTableUpdates
@@ -207,8 +208,9 @@ class _NoExchange:
     def all_reduce(self, x: torch.Tensor, in_order: bool = True) -> None:
         """Do nothing."""
 
-    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+    def begin_all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
         """Do nothing."""
+        return EndedTransfer(0.0)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
         """Do nothing."""

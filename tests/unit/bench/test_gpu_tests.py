@@ -93,7 +93,7 @@ def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests
     assert "test_triton_compiling.py" not in files
     there = {path.name for path in (ROOT / "tests/unit/kernels/gpu").glob("test_*.py")}
     assert set(files) < there
-    assert set(gpu_tests._FIRST) | gpu_tests._WITHOUT_A_GPU | set(gpu_tests._PARTS) <= there
+    assert set(gpu_tests.FIRST) | gpu_tests.WITHOUT_A_GPU | set(gpu_tests.PARTS) <= there
 
 
 def test_parts_of_a_file_have_each_of_its_tests_once(gpu_tests):

@@ -33,8 +33,8 @@ def test_compression_is_measured_on_the_same_prompts(tiny_model):
 def test_a_prompt_has_its_length_the_needle_at_its_depth_and_the_question_last(tiny_model, depth):
     tokenizer = load_tokenizer(tiny_model)
     haystack = tokenizer.encode(TEXT, add_special_tokens=False)
-    made = needle._make_needle(tokenizer.encode, haystack, TEXT.split(), 200, depth, random.Random(1))
-    question = tokenizer.encode(needle._INTRODUCTION, add_special_tokens=False)
+    made = needle.make_needle(tokenizer.encode, haystack, TEXT.split(), 200, depth, random.Random(1))
+    question = tokenizer.encode(needle.INTRODUCTION, add_special_tokens=False)
     assert len(made.prompt) == 200
     assert made.prompt[-len(question) :] == question
     whole = [*question, *made.answer]
@@ -54,13 +54,13 @@ def test_a_record_counts_the_prompts_whose_output_is_the_needle(tiny_model, monk
         (150, 1.0, 3),
     ]
     assert result.share_found == 0.0  # random weights find nothing
-    make = needle._make_needle
+    make = needle.make_needle
     outputs = {}
 
     def remember(*args):
         made = make(*args)
         key = tuple(made.prompt)
-        return needle._Needle(made.prompt, outputs.get(key, made.answer))
+        return needle.Needle(made.prompt, outputs.get(key, made.answer))
 
     # With what the model says as the needle, all are found.
     llm = needle.LLM(config_of(tiny_model))
@@ -79,7 +79,7 @@ def test_a_record_counts_the_prompts_whose_output_is_the_needle(tiny_model, monk
         said = llm.generate([{"prompt_token_ids": made.prompt}], [params], use_tqdm=False)[0].outputs[0].token_ids
         outputs[tuple(made.prompt)] = said
     llm.close()
-    monkeypatch.setattr(needle, "_make_needle", remember)
+    monkeypatch.setattr(needle, "make_needle", remember)
     (result,) = measure_needles(config_of(tiny_model), TEXT, "foxes", grid).results
     assert [cell.num_found for cell in result.cells] == [3, 3, 3, 3]
     assert "at 0" in result.describe()

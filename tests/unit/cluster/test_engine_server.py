@@ -90,7 +90,7 @@ def test_server_answers_reports_and_ends(own_folder):
         stats = msgspec.convert(await server.record_routing_stats(), type=ReplicaStats)
         assert (stats.load.kv_blocks_total, stats.load.running) == (64, 0)
         headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer client")]
-        long = msgspec.json.encode({**body, "stream": True, "max_tokens": 900, "ignore_eos": True})
+        long = msgspec.json.encode({**body, "stream": True, "max_tokens": 200, "ignore_eos": True})
         stream = server.forward(ForwardedRequest("POST", b"/v1/completions", headers, long))
         for _ in range(3):
             await anext(stream)

@@ -24,6 +24,7 @@ from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, ru
 needs_native = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 SIZES = {"num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 24, "max_model_len": 256}
+PAGE_BYTES = 65536
 PROMPTS = [PREFIX, *OTHERS[:2], PREFIX + OTHERS[0][:90]]
 
 
@@ -276,8 +277,7 @@ def test_salts_keep_the_prompts_of_a_prefill_engine_apart(peer, decode):
 
 @needs_native
 def test_prompts_are_computed_here_while_the_peer_is_busy(cold):
-    page_bytes = 65536
-    with prefill_engine(kv_host_bytes=4 * page_bytes) as peer, decode_llm(peer.address) as llm:
+    with prefill_engine(kv_host_bytes=4 * PAGE_BYTES) as peer, decode_llm(peer.address) as llm:
         assert peer.engine.prefill.max_lent_pages == 1
         assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
         assert outcomes(llm) == {"refused": 1}
@@ -335,19 +335,59 @@ def test_late_pages_are_not_waited_for(monkeypatch, cold):
 
 
 @needs_native
-def test_aborted_requests_leave_nothing_behind(cold):
-    with prefill_engine(max_num_batched_tokens=16, max_num_seqs=1) as peer, decode_llm(peer.address) as llm:
-        engine = llm.llm_engine
-        for number in range(12):
-            engine.add_request(f"r{number}", f"{number} {PREFIX}", SamplingParams(max_tokens=4))
+def test_aborted_requests_leave_nothing_behind_and_others_get_their_tokens(cold):
+    """Slots that were to take the pages of an aborted request take those of others: there are too few for all."""
+    prompts = {f"r{number}": f"{number} {PREFIX}" for number in range(12)}
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    kept = list(prompts)[::4]
+    expected = {name: cold.generate(prompts[name], params, use_tqdm=False)[0].outputs[0].token_ids for name in kept}
+    with (
+        prefill_engine(max_num_batched_tokens=16, max_num_seqs=1) as peer,
+        decode_llm(peer.address, kv_host_bytes=10 * PAGE_BYTES) as llm,
+    ):
+        engine, found = llm.llm_engine, []
+        for number, name in enumerate(prompts):
+            engine.add_request(name, prompts[name], params)
             for _ in range(number % 4):
-                engine.step()
-            assert engine.abort_request(f"r{number}").finished
-        assert run(llm, [PREFIX])[0] == run(cold, [PREFIX])[0]
-        assert wait_until(lambda: not engine.remote_prefill.take_ready(0.0) and not engine.remote_prefill._abandoned)
+                found += engine.step()
+            if name not in kept:
+                assert engine.abort_request(name).finished
+        while engine.has_unfinished_requests():
+            found += engine.step()
+        ended = {
+            output.request_id: output.outputs[0].token_ids for output in found if output.request_id in kept and output.finished
+        }
+        assert ended == expected
+        assert wait_until(lambda: not engine.remote_prefill.take_ready(0.0) and not engine.remote_prefill.num_under_way)
         check_nothing_is_held(engine)
         assert wait_until(lambda: not peer.engine.prefill.num_lendings and not peer.engine.scheduler.has_unfinished)
         check_nothing_is_held(peer.engine)
+
+
+@needs_native
+def test_prompts_are_computed_here_while_the_host_tier_has_no_room_for_their_pages(cold, peer):
+    with decode_llm(peer.address, kv_host_bytes=2 * PAGE_BYTES, prefill_min_tokens=64) as llm:
+        assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
+        assert outcomes(llm) == {"no_room": 1}
+
+
+@needs_native
+def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path):
+    """When they are copied from the shared slots of the prefill engine, these hold other bytes."""
+    read = page_client._MappedSlots.read
+    with prefill_engine(f"unix:{tmp_path}/pages") as peer, decode_llm(peer.address) as llm:
+        peer.engine.prefill.server._lease_s = 0.5
+
+        def read_late(slots, *arguments):
+            assert wait_until(lambda: not peer.engine.prefill.num_lendings)
+            peer.engine.runner.host_slab.slots()[:] ^= 1
+            read(slots, *arguments)
+
+        monkeypatch.setattr(page_client._MappedSlots, "read", read_late)
+        assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
+        assert outcomes(llm) == {"damaged": 1}
+        assert outcomes_of(peer.engine) == {"expired": 1}
+        check_nothing_is_held(llm.llm_engine)
 
 
 @needs_native
@@ -394,8 +434,8 @@ def test_prefill_engine_that_is_killed_or_stopped_between_pages_is_given_up(cold
             engine = llm.llm_engine
             expected = cold.generate(PREFIX, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
             engine.add_request("one", PREFIX, SamplingParams(temperature=0.0, max_tokens=8))
-            transfer = engine.remote_prefill._transfers["one"]
-            assert wait_until(lambda: transfer.pull.num_done >= 2)
+            pull = engine.remote_prefill.pulls["one"]
+            assert wait_until(lambda: pull.num_done >= 2)
             subprocess.run(["kill", f"-{sent.upper()}", str(process.pid)], check=True)
             began_s, outputs = time.monotonic(), []
             while engine.has_unfinished_requests():
@@ -447,9 +487,7 @@ def test_a_prefill_engine_keeps_no_timelines_of_its_jobs(tmp_path):
         run(llm, PROMPTS[:2])
         assert outcomes(llm) == {"complete": 2}
         assert wait_until(lambda: peer.engine.prefill.tier_stats().num_pages == 0)
-        timelines = peer.engine.scheduler.timelines
-        assert not timelines._events
-        assert not timelines._lives
+        assert peer.engine.scheduler.timelines.num_held == 0
 
 
 @needs_native

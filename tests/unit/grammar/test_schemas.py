@@ -74,15 +74,15 @@ def test_suite_of_the_standard_has_nothing_that_gets_through_wrongly(compiler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"max_open_length": 12, "disable_any_whitespace": True, "disable_additional_properties": True}],
+    ("first", "options"),
+    [(0, {}), (1, {"max_open_length": 12, "disable_any_whitespace": True, "disable_additional_properties": True})],
     ids=["open", "closed"],
 )
-def test_outputs_of_the_demo_model_are_valid_when_they_end_by_themselves(options):
+def test_outputs_of_the_demo_model_are_valid_when_they_end_by_themselves(first, options):
     llm = LLM("demo", max_num_seqs=64, max_model_len=640, complete_json_within_max_tokens=True)
     try:
         schemas, params = [], []
-        for row in sample_rows():
+        for row in sample_rows()[first::2]:
             asked = StructuredOutputsParams(json=row["schema"], **options)
             try:
                 llm.llm_engine.grammars.start(asked.constraint()).result()

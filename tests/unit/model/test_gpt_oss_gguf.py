@@ -130,7 +130,7 @@ def expert_tensor(rows, columns):
         ({"blk.0.ffn_gate_exps.bias": np.ones((4, 64), np.float32)}, r"experts\.gate_proj\.bias has \[4, 64\]"),
         ({"blk.0.ffn_up_exps.weight": expert_tensor(96, 32)}, r"experts\.0\.up_proj\.weight has \[96, 32\]"),
         ({"blk.0.ffn_up_exps.weight": expert_tensor(95, 64)}, r"experts\.0\.up_proj\.weight has \[95, 64\]"),
-        ({"blk.0.ffn_up_gate_exps.weight": expert_tensor(192, 64)}, "fits nothing"),
+        ({"blk.0.ffn_gate_up_exps.weight": expert_tensor(192, 64)}, "twice, the second time as .blk.0.ffn_gate_up_exps.weight"),
         ({"blk.0.ffn_up_exps.weight": (MXFP4, (4, 96, 48), bytes(4 * 96 * 34))}, "rows of 48 elements cannot be MXFP4"),
         ({"zzz.weight": (MXFP4, (4, 32), bytes(1))}, "its data ends at byte"),
         ({"blk.0.ffn_up_exps.weight": (MXFP4, (4, 96, 64), b"\xff" * (4 * 96 * 34))}, "not finite"),

@@ -146,6 +146,16 @@ def test_tensors_are_refused_by_their_name(reader, tmp_path, name, tensor, messa
     assert message in str(caught.value)
 
 
+def test_layers_for_images_are_left_out(reader, tmp_path, caplog):
+    merely = {"model.visual.blocks.0.attn.qkv": (96, 32)}
+    write_adapter(tmp_path / "both", SHAPES | merely)
+    assert len(reader.read(str(tmp_path / "both")).pairs) == len(SHAPES)
+    assert "2 matrices of layers for images or sounds are left out" in caplog.text
+    write_adapter(tmp_path / "images", merely)
+    with pytest.raises(ModelFormatError, match="holds no matrices of the language model"):
+        reader.read(str(tmp_path / "images"))
+
+
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors", ""])
 def test_folders_without_an_adapter_are_refused(reader, tmp_path, missing):
     write_adapter(tmp_path / "a", SHAPES)

@@ -76,8 +76,7 @@ def test_index_of_a_text_that_was_cut_is_that_of_what_is_left():
         fresh = OccurrenceIndex(width)
         fresh.extend(left)
         assert cut.find(left, left, 8, 1000) == fresh.find(left, left, 8, 1000)
-        assert cut._latest.keys() == fresh._latest.keys()
-        assert len(cut._earlier) == len(fresh._earlier)
+        assert (cut.num_runs, len(cut)) == (fresh.num_runs, len(fresh))
 
 
 def test_ngram_goes_on_as_at_the_latest_of_the_longest_matches():
@@ -127,7 +126,7 @@ def test_suffix_keeps_as_many_responses_when_a_sequence_was_preempted():
     proposer.release(sequence([1, 51, 52, 53, 54]))
     assert draft(proposer, sequence([2, 11, 12])) == []
     assert draft(proposer, sequence([2, 41, 42])) == [43, 44]
-    assert sum(len(one.text) for one in proposer._by_salt.values()) == 2 * 5
+    assert proposer.num_text_tokens == 2 * 5
 
 
 def tree_of(proposer, one, limit):
@@ -139,18 +138,18 @@ def tree_of(proposer, one, limit):
 
 def test_suffix_tree_holds_every_continuation_the_likeliest_first():
     config = SpeculativeConfig(method="suffix", suffix_decoding_use_tree_spec=True, suffix_decoding_min_token_prob=0.2)
-    proposer = SuffixProposer(config)
+    proposer, sure, short = (
+        SuffixProposer(replace(config, **changes))
+        for changes in ({}, {"suffix_decoding_min_token_prob": 0.5}, {"suffix_decoding_max_spec_factor": 1.0})
+    )
     for behind in ([3, 4, 5], [3, 4, 6], [3, 7, 7], [8, 9, 9]):
-        proposer.release(sequence([0, 1, 2, *behind]))
+        for each in (proposer, sure, short):
+            each.release(sequence([0, 1, 2, *behind]))
     one = sequence([0, 1, 2])
     # Of four places three go on with 3, of which two with 4; of equal ones that which was found first.
     assert tree_of(proposer, one, 4) == Draft((3, 4, 8, 7), (ROOT, 0, ROOT, 0))
     assert proposer.propose([(one, 2)]) == [Draft((3, 4))]
-    sure = SuffixProposer(replace(config, suffix_decoding_min_token_prob=0.5))
-    sure._by_salt = proposer._by_salt
     assert tree_of(sure, sequence([0, 1, 2]), 9) == Draft((3, 4))
-    short = SuffixProposer(replace(config, suffix_decoding_max_spec_factor=1.0))
-    short._by_salt = proposer._by_salt
     assert len(tree_of(short, sequence([0, 1, 2]), 9)) == 2  # as many as were found equal
 
 
@@ -192,20 +191,25 @@ def test_suffix_keeps_no_more_tokens_than_it_may(monkeypatch):
     assert draft(proposer, sequence([0, 30, 31], salt="a")) == [32, 33, 34, 35]
     assert draft(proposer, sequence([0, 10, 11], salt="b")) == []
     assert draft(proposer, sequence([0, 40, 41], salt="b")) == [42, 43, 44, 45]
-    assert sum(len(one.text) for one in proposer._by_salt.values()) == 2 * 9
+    assert proposer.num_text_tokens == 2 * 9
 
 
-def test_an_oldest_response_is_forgotten_without_a_look_at_the_others():
+def test_an_oldest_response_is_forgotten_without_a_look_at_the_others(monkeypatch):
     """Else a request that ends would hold up the step of all others."""
+    extend, grown = OccurrenceIndex.extend, []
+
+    def note(index, text):
+        before = len(index)
+        extend(index, text)
+        grown.append(len(index) - before)
+
+    monkeypatch.setattr(OccurrenceIndex, "extend", note)
     proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=50))
-    places = []
     for number in range(200):
         proposer.release(sequence([1, *range(100 * number, 100 * number + 40)]))
-        (kept,) = proposer._by_salt.values()
-        places.append(id(kept.index))
-    assert len(set(places)) == 1
-    assert len(proposer._kept) == 50
-    assert len(kept.text) == 50 * 41
+    assert sum(grown) <= 200 * 41  # nothing is indexed anew
+    assert proposer.num_responses == 50
+    assert proposer.num_text_tokens == 50 * 41
 
 
 def test_draft_knows_its_tree():

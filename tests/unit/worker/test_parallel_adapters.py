@@ -133,9 +133,8 @@ def test_first_matrices_are_counted_on_every_rank():
     assert (stages, ranks) == pytest.approx((one, two), rel=0.01)
 
 
-def test_gpus_that_share_a_model_take_no_adapters():
-    config = EngineConfig(model="demo", enable_lora=True, tensor_parallel_size=2)
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel_size is 2, but with LoRA adapters \(enable_lora\) only ranks on CPUs"
-    ):
+def test_adapters_of_experts_that_move_between_gpus_are_refused():
+    options = {"enable_lora": True, "enable_lora_experts": True, "enable_expert_parallel": True, "enable_eplb": True}
+    config = EngineConfig(model="demo", tensor_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match=r"enable_eplb is True, but adapters of experts .* do not move between GPUs"):
         check_lora(config, None, "cuda:0")

@@ -8,9 +8,9 @@
 namespace quire {
 
 // The linear layers that can be adapted. With latent attention, k is the projection to the cached row. The head's pair is that of
-// the layer after the last one.
-enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, shared_scale, head };
-constexpr i32 NUM_LORA_MODULES = 14;
+// the layer after the last one. A mixer has mix_in and up to five further parts of its inputs, see Mixer in plan.h.
+enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, shared_scale, mix_in, mix_low_z = 19, mix_low_a, mix_read, mix_step, mix_out, attn_gate, head };
+constexpr i32 NUM_LORA_MODULES = 26;
 // What an adapter of kv_b adds to the two products of a head of latent attention, see Latent in plan.h.
 enum class HeadModule : i32 { key_up, value_up };
 constexpr i32 NUM_HEAD_MODULES = 2;
@@ -18,7 +18,7 @@ constexpr i32 NUM_HEAD_MODULES = 2;
 enum class ExpertModule : i32 { gate, up, down };
 constexpr i32 NUM_EXPERT_MODULES = 3;
 // Modules that read the same rows and are computed together.
-constexpr i32 MAX_LORA_OUTPUTS = 4;
+constexpr i32 MAX_LORA_OUTPUTS = 6;
 // Rows of an adapter that one thread multiplies with its first matrix.
 constexpr i32 MAX_LORA_ROWS = 8;
 
@@ -84,14 +84,15 @@ struct LoraState {
     bool adapts_experts = false;          // in this step
     LoraPlaces places;                    // of the mixture that is computed
     std::vector<LowRankSum> head_sums;    // of the heads whose products are computed
-    Memory shrunk{0};  // results of the first matrices: [rows][MAX_LORA_OUTPUTS, or num_heads][padded_rank] f32
+    Memory shrunk{0};  // results of the first matrices: [rows][num_outputs, or num_heads][padded_rank] f32
     i32 padded_rank = 0;  // the largest of the adapters, a multiple of 16
+    i32 num_outputs = 0;  // the most modules of the model that read the same rows
 
     // Group rows by their adapters' numbers.
     void group(const std::vector<i32>& row_numbers, LoraRows& found) const;
     // Take memory for this many rows, of which num_tokens have heads.
     void reserve(i32 num_rows, i32 num_tokens);
-    i64 stride() const { return static_cast<i64>(MAX_LORA_OUTPUTS) * padded_rank; }
+    i64 stride() const { return static_cast<i64>(num_outputs) * padded_rank; }
     i64 head_stride() const { return static_cast<i64>(num_heads) * padded_rank; }
     i32 head_index(i32 layer, i32 head, HeadModule module) const { return LoraAdapter::head_index(num_layers, num_experts, num_heads, layer, head, module); }
     // Group the places of a layer's experts by the adapters of their rows: place p has row pair_rows[p], and the count experts of this

@@ -49,7 +49,7 @@ struct Stepper : StepMixer {
                              adapted(job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width), sums[1]),
                              adapted(job(*l.q, q, Finish::store, plan.qkv_, width), sums[2])};
         const Packed gate = packed(l.attn_site, l.attn_gate_form, num_rows);
-        if (l.attn_gate) jobs[3] = gate_job(l, gate);
+        if (l.attn_gate) jobs[3] = adapted(gate_job(l, gate), sums[3]);
         run(jobs, has_few ? 2 : l.attn_gate ? 4 : 3);
         if (has_few) ask(l, true);
     }
@@ -59,10 +59,10 @@ struct Stepper : StepMixer {
         if (has_few) pack_wanted_rows(l);
         if (num_rows == 0) return;
         const Packed input = packed(l.attn_site, l.q_form, num_rows);
-        const LoraSums sums(lora, {l.index, {LoraModule::q}});
+        const LoraSums sums(lora, query_modules(l));
         LinearJob jobs[2] = {adapted(job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l))), sums[0])};
         const Packed gate = packed(l.attn_site, l.attn_gate_form, num_rows);
-        if (l.attn_gate) jobs[1] = gate_job(l, gate);
+        if (l.attn_gate) jobs[1] = adapted(gate_job(l, gate), sums[1]);
         run(jobs, l.attn_gate ? 2 : 1);
     }
 
@@ -76,7 +76,7 @@ struct Stepper : StepMixer {
         float* const input = is_beside ? plan.beside_ : plan.normed_;
         const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
         keep_wanted_rows(input, input, is_beside ? plan.normed_ : free_rows(), input_stride);
-        if (num_rows > 0) pack_all(l.attn_site, input, input_stride, {l.index, {LoraModule::q}});
+        if (num_rows > 0) pack_all(l.attn_site, input, input_stride, query_modules(l));
     }
 
     void rotate_and_store(const PlanLayer& l, bool has_few) {
@@ -408,12 +408,12 @@ struct Stepper : StepMixer {
                 pack_beside(l);
             else if (!plan.has_homes() && !l.is_mlp_only())
                 norm_and_pack(l.attn_site, l.attn_in, earlier.norm, earlier.scale, lora.has_rows(), l.has_streams() ? -1 : l.index, earlier.output_scale,
-                              attention_modules(l, has_few(l, i + 1 == count)));
+                              attention_modules(l, has_few(l, i + 1 == count && !l.mixer)));
             if (plan.has_homes())
                 attention_of_homes(l, before, i + 1 == count);
             else if (l.has_attention())
                 attention(l, i + 1 == count && !l.mixer);
-            if (l.is_mixed()) norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), {});
+            if (l.is_mixed()) norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), mixer_modules(l));
             if (l.mixer) mix(l, i + 1 == count);
             if (num_rows == 0) return;
             if (l.has_streams()) add_laurel(l, has_wanted);

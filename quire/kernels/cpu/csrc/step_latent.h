@@ -9,12 +9,14 @@ namespace quire {
 struct StepLatent : StepExperts {
     // The modules that read the input of an attention. has_few: queries are of other rows.
     static LoraModules attention_modules(const PlanLayer& l, bool has_few) {
-        if (!l.has_attention()) return {l.index, {}};
+        if (!l.has_attention()) return mixer_modules(l);
         if (l.latent.rank > 0) return {l.index, {LoraModule::k, l.latent.q_a ? LoraModule::q_a : LoraModule::q}};
-        if (!l.k) return {l.index, {LoraModule::q}};
+        if (!l.k) return query_modules(l);
         if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
+        if (l.attn_gate) return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q, LoraModule::attn_gate}};
         return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q}};
     }
+    static LoraModules query_modules(const PlanLayer& l) { return l.attn_gate ? LoraModules{l.index, {LoraModule::q, LoraModule::attn_gate}} : LoraModules{l.index, {LoraModule::q}}; }
 
     // Multi-head latent attention: cached rows into latent_, and queries in the latent space into qkv_.
     // scale(heads, position) multiplies a row's queries by the factor of their position.

@@ -19,6 +19,14 @@ struct LoraModules {
     i32 index(i32 i) const { return LoraAdapter::index(layer, modules[i]); }
 };
 
+// The parts of a mixer's inputs; none without one.
+inline LoraModules mixer_modules(const PlanLayer& l) {
+    LoraModules found;
+    found.layer = l.index;
+    for (size_t part = 0; l.mixer && part < l.mixer->in.size(); ++part) found.modules[found.count++] = static_cast<LoraModule>(static_cast<i32>(LoraModule::mix_in) + static_cast<i32>(part));
+    return found;
+}
+
 // One thread's view of the adapters of the rows that are computed.
 struct StepLora {
     const LoraState& state;

@@ -29,7 +29,7 @@ struct StepMixer : StepStreams {
         switch (m.kind) {
             case MixerKind::delta: prepare_delta(m); break;
             case MixerKind::mamba2: prepare_mamba2(m); break;
-            case MixerKind::mamba1: prepare_mamba1(m); break;
+            case MixerKind::mamba1: prepare_mamba1(l, m); break;
             case MixerKind::short_conv: break;
         }
         if (m.kind != MixerKind::short_conv) recur(m);
@@ -44,8 +44,10 @@ struct StepMixer : StepStreams {
         const bool is_normed = m.has_group_norm();
         if (is_normed) each(num_rows, [&](i64 row) { norm_groups(m, row); });
         const i64 stride = row_stride(plan.mix_shared_size_);
-        pack_all(m.out_site, is_normed ? plan.mix_normed_ : plan.mix_shared_, stride);
-        run_to_residual(l, *m.out, packed(m.out_site, 0, num_rows), waiting_mixer(l), nullptr, l.mixer_scale());
+        const LoraModules read = {l.index, {LoraModule::mix_out}};
+        pack_all(m.out_site, is_normed ? plan.mix_normed_ : plan.mix_shared_, stride, read);
+        const LoraSums sums(lora, read);
+        run_to_residual(l, *m.out, packed(m.out_site, 0, num_rows), waiting_mixer(l), sums[0], l.mixer_scale());
     }
 
 private:
@@ -69,11 +71,12 @@ private:
 
     void project_in(const PlanLayer& l, const Mixer& m) {
         constexpr size_t MAX_PARTS = 6;
+        const LoraSums sums(lora, mixer_modules(l));
         Packed inputs[MAX_PARTS];
         LinearJob jobs[MAX_PARTS];
         for (size_t part = 0; part < m.in.size(); ++part) {
             inputs[part] = packed(l.mixer_site(), m.in_forms[part], num_rows);
-            jobs[part] = job(*m.in[part], inputs[part], Finish::store, mix_in(m, 0, part), row_stride(plan.mix_in_size_));
+            jobs[part] = adapted(job(*m.in[part], inputs[part], Finish::store, mix_in(m, 0, part), row_stride(plan.mix_in_size_)), sums[static_cast<i32>(part)]);
         }
         run(jobs, static_cast<i32>(m.in.size()));
         if (!m.part_scales.empty()) {
@@ -81,15 +84,16 @@ private:
                 for (size_t part = 0; part < m.in.size(); ++part) kernels.elementwise->scale_and_cap(mix_in(m, row, part), m.in[part]->weight.n, m.part_scales[part], 0.0f);
             });
         }
-        if (m.low_z) project_low(m, m.low_z_site, *m.low_z, 3, 0);
-        if (m.low_a) project_low(m, m.low_a_site, *m.low_a, 5, m.values());
+        if (m.low_z) project_low(m, m.low_z_site, *m.low_z, {l.index, {LoraModule::mix_low_z}}, 3, 0);
+        if (m.low_a) project_low(m, m.low_a_site, *m.low_a, {l.index, {LoraModule::mix_low_a}}, 5, m.values());
     }
 
     // The second projection of a part of the inputs, into the low rows from `first` on.
-    void project_low(const Mixer& m, const Site& site, const NativeWeight& weight, size_t part, i32 first) {
-        pack_all(site, mix_in(m, 0, part), row_stride(plan.mix_in_size_));
+    void project_low(const Mixer& m, const Site& site, const NativeWeight& weight, const LoraModules& read, size_t part, i32 first) {
+        pack_all(site, mix_in(m, 0, part), row_stride(plan.mix_in_size_), read);
+        const LoraSums sums(lora, read);
         const Packed input = packed(site, 0, num_rows);
-        const LinearJob one = job(weight, input, Finish::store, plan.mix_low_ + first, row_stride(plan.mix_low_size_));
+        const LinearJob one = adapted(job(weight, input, Finish::store, plan.mix_low_ + first, row_stride(plan.mix_low_size_)), sums[0]);
         run(&one, 1);
     }
 
@@ -170,7 +174,9 @@ private:
     }
 
     // B, C and the steps are made of all channels.
-    void prepare_mamba1(const Mixer& m) {
+    void prepare_mamba1(const PlanLayer& l, const Mixer& m) {
+        const LoraModules reads = {l.index, {LoraModule::mix_read}}, steps_of = {l.index, {LoraModule::mix_step}};
+        const LoraSums read_sums(lora, reads), step_sums(lora, steps_of);
         const i32 values = m.values(), rank = m.step_up->weight.k;
         const i64 stride = row_stride(plan.mix_shared_size_), low_stride = row_stride(plan.mix_low_size_);
         each(num_rows, [&](i64 row) {
@@ -179,9 +185,9 @@ private:
         });
         share(m, m.total_values);
         rank_barrier();
-        pack_all(m.read_site, plan.mix_shared_ + m.total_values, stride);
+        pack_all(m.read_site, plan.mix_shared_ + m.total_values, stride, reads);
         const Packed input = packed(m.read_site, 0, num_rows);
-        const LinearJob read = job(*m.read, input, Finish::store, plan.mix_low_, low_stride);
+        const LinearJob read = adapted(job(*m.read, input, Finish::store, plan.mix_low_, low_stride), read_sums[0]);
         run(&read, 1);
         each(num_rows, [&](i64 row) {
             float *const steps = mix_low(row), *const b = steps + rank, *const c = b + m.k_dim;
@@ -193,9 +199,9 @@ private:
             memcpy(plan.mix_k_ + row * m.k_dim, b, sizeof(float) * m.k_dim);
             memcpy(plan.mix_q_ + row * m.k_dim, c, sizeof(float) * m.k_dim);
         });
-        pack_all(m.step_site, plan.mix_low_, low_stride);
+        pack_all(m.step_site, plan.mix_low_, low_stride, steps_of);
         const Packed steps = packed(m.step_site, 0, num_rows);
-        const LinearJob up = job(*m.step_up, steps, Finish::store, plan.mix_decay_, values);
+        const LinearJob up = adapted(job(*m.step_up, steps, Finish::store, plan.mix_decay_, values), step_sums[0]);
         run(&up, 1);
         each(num_rows, [&](i64 row) {
             float *const decay = plan.mix_decay_ + row * values, *const v = plan.mix_v_ + row * values;

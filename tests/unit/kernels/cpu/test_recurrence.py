@@ -70,9 +70,9 @@ ROWS = StateRows([0, 1, 4, -1], [[(0, 5), (4, 1), (9, 6)], [(1, 0)], [(14, 4)], 
 def test_convolution_is_that_of_torch(isa, channels, taps, has_bias, dtype):
     generator = torch.Generator().manual_seed(channels)
     x = torch.randn(STARTS[-1], channels, generator=generator).to(dtype).float()
-    weight, pool = torch.randn(channels, taps, generator=generator), torch.randn(8, channels, taps - 1, generator=generator)
+    weight, pool = torch.randn(channels, taps, generator=generator), torch.randn(9, channels, taps - 1, generator=generator)
     bias = torch.randn(channels, generator=generator) if has_bias else None
-    saves = [[(0, 5), (4, 1), (9, 6)], [(1, 2)], [(14, 4)], [(2, 7), (3, 2)]]
+    saves = [[(0, 5), (4, 1), (9, 6)], [(1, 8)], [(14, 4)], [(2, 7), (3, 2)]]
     rows = StateRows([0, 3, 4, -1], saves)
     want_pool = pool.to(dtype)
     own = want_pool.transpose(1, 2).clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ from quire.model.heads.stored import body_shapes
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device import gpu_executor
+from quire.worker.device import step_launcher
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
@@ -359,7 +359,7 @@ if __name__ == "__main__":
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
             last_variants = describe(title, plain._replace(is_in_order=in_order), kv)
     describe("experts of short sequences", models["experts"], sizes=SHORT)
-    attention.LONG_CHUNK = gpu_executor.LONG_CHUNK = 512
+    attention.LONG_CHUNK = step_launcher.LONG_CHUNK = 512
     describe("long runs", models["windows"])
     if mode == "compile":
         compile_some(last_variants)

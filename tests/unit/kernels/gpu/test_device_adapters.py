@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts.model_spec import MoeSpec
 from quire.kernels.triton.launching import Launch
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, AdapterReader
@@ -20,6 +21,7 @@ from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, 
 from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper, prompt
 
 pytestmark = pytest.mark.usefixtures("few_programs")
+MIXTURES = ("deepseek-v3", "gemma4-moe", "qwen2-moe", "minimax-m2", "phimoe", "mixtral")
 
 
 def adapted_mixture(folder, family):
@@ -204,20 +206,22 @@ def test_a_step_without_adapters_launches_what_it_launches_without_the_option(de
 @pytest.mark.golden
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "in-order"])
-@pytest.mark.parametrize("case", ["deepseek-v3", "gemma4-moe", "qwen2-moe", "minimax-m2", "phimoe", "mixtral"])
-def test_experts_and_routers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
+@pytest.mark.parametrize("case", [*MIXTURES, "qwen3-5", "lfm2", "falcon-h1", "jamba", "zamba2", "kimi-linear", "deepseek-v32"])
+def test_layers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
     pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
     from tests.golden.make_checkpoints import make_checkpoint
     from tests.golden.test_lora_experts import expert_shapes
+    from tests.golden.test_lora_recurrent import linear_layers
 
     model = make_checkpoint(case, tmp_path / "model")
-    write_adapter(tmp_path / "one", expert_shapes(model), rank=3, seed=1)
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in read_model_spec(model).layers)
+    write_adapter(tmp_path / "one", (expert_shapes if case in MIXTURES else linear_layers)(model), rank=3, seed=1)
     loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
     prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
     found = []
     for device, more in ((DEVICE, options), ("cpu", {})):
-        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 8}
-        llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=True, **OPTIONS, **sizes, **more)
+        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 9}
+        llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=has_experts, **OPTIONS, **sizes, **more)
         found.append(llm.generate(prompts, params, use_tqdm=False, lora_request=loras))
         llm.close()
     assert tokens(found[0]) == tokens(found[1])

@@ -58,7 +58,7 @@ class Exchange:
             placed = ExpertPlacement(NUM_EXPERTS, placement)
             self.exchanges.append(ExpertExchange(self.ranks[-1], placed, TOP_K, is_in_order, torch.device("cpu")))
 
-    def _multiply(self, rank, rows, routes):
+    def _multiply(self, rank, rows, routes, adapters):
         self.noting[rank].events.append("multiply")
         shares, experts = (part.view(len(rows), TOP_K) for part in routes)
         own = self.weights[list(self._placement[rank])]

@@ -23,7 +23,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.speculate.draft import Draft
-from quire.worker.device import gpu_executor as stepper_module
+from quire.worker.device import step_launcher as stepper_module
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import CudaGraphRecorder, GraphKey, PromptKey, StepGraphs

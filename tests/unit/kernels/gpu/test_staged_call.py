@@ -21,6 +21,9 @@ CALLS = {
     "processors": StagedCall(ChangeCounts(*[0] * 7, 3, 90000, 512), GraphKey(64, "full"), None, "full", 64),
     "trees": StagedCall(ChangeCounts(), PromptKey(64, 131072, "any", True), None, "cuts", 9),
     "one by one": StagedCall(ChangeCounts(0, 2), None, StepShape((5, 1), (70, 9)), "cuts", 2),
+    "decode with adapters": StagedCall(ChangeCounts(), GraphKey(8, "plain", True), None, "plain", 8),
+    "prompts with adapters": StagedCall(ChangeCounts(), PromptKey(64, 4096, "single", True, True), None, "plain", 1),
+    "one by one with adapters": StagedCall(ChangeCounts(), None, StepShape((5, 1), (70, 9), False, True), "cuts", 2),
     "trees one by one": StagedCall(ChangeCounts(), None, StepShape((5,), (5,), True), "plain", 0, keeps_hidden=True),
 }
 

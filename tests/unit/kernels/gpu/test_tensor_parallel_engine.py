@@ -9,16 +9,18 @@ import time
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file
 
-from quire import LLM, PoolingParams, SamplingParams
+from quire import LLM, LoRARequest, PoolingParams, SamplingParams
 from quire.base.environment import environment_with_quire
-from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
+from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError, RequestError
 from quire.kernels.native import load_native
-from quire.model import device_experts
+from quire.model import device_decoder, device_experts
 from quire.parallel.expert_files import read_loads
 from quire.worker import parallel_launch
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
+from tests.lora_adapter import write_adapter
 from tests.ports import free_port
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
@@ -67,18 +69,18 @@ def greedy(max_tokens):
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **COMMON)
 
 
-def outputs_of(llm, prompts, params):
+def outputs_of(llm, prompts, params, loras=None):
     """Return tokens and log probabilities."""
     found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False, lora_request=loras):
         assert output.error is None
         prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
         found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
     return repr(found)
 
 
-def tokens_of(llm, prompts, params):
-    found = llm.generate(prompts, params, use_tqdm=False)
+def tokens_of(llm, prompts, params, loras=None):
+    found = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     return [choice.token_ids for output in found for choice in output.outputs]
 
 
@@ -116,15 +118,21 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 
 
 @pytest.mark.slow
-def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(tmp_path, threads):
-    folder = write_checkpoint(tmp_path / "three", "qwen3", num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("family", "options", "placement"),
+    [("qwen3", {"quantization": "int4"}, {}), ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2})],
+)
+def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
+    tmp_path, threads, family, options, placement
+):
+    folder = write_checkpoint(tmp_path / "three", family, num_hidden_layers=3)
     params = [
         SamplingParams(temperature=0.9, top_k=7, logprobs=2, prompt_logprobs=1, max_tokens=2, **COMMON),
         SamplingParams(temperature=1.2, repetition_penalty=1.3, logprobs=1, max_tokens=2, **COMMON),
     ]
     found = []
-    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)}):
-        llm = engine(folder, deterministic=True, quantization="int4", **more)
+    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)} | placement):
+        llm = engine(folder, deterministic=True, **options, **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
         ranks = llm.llm_engine.stats.ranks
         llm.close()
@@ -144,10 +152,14 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
     params = SamplingParams(temperature=0.9, logprobs=2, max_tokens=3, **COMMON)
     monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
     found, tokens, path = [], [], tmp_path / "load.json"
-    placed = {"size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1}
+    common = {"deterministic": True, "quantization": "int8" if bytes_of_all_rows else None}
+    placed = {"size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1, "enable_eplb": True}
     for options in ({"size": 1, "save_expert_load": str(path)}, placed):
-        llm = engine(folder, deterministic=True, **options)
+        llm = engine(folder, **common, **options)
         found.append(outputs_of(llm, PROMPTS, params))
+        if options["size"] > 1:
+            move_experts(llm)
+        found.append(outputs_of(llm, PROMPTS[1:2], params))
         stats = llm.llm_engine.stats.experts
         tokens.append([layer.tokens for layer in stats])
         assert [sum(layer.rank_tokens) for layer in stats] == [sum(layer.tokens) * (options["size"] - 1) for layer in stats]
@@ -155,8 +167,63 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
             counts = llm.llm_engine.stats.ranks[0].collectives
             assert ("all_to_all" in counts) == (bytes_of_all_rows == 0)
         llm.close()
-    assert found[0] == found[1]
+    assert found[:2] == found[2:]
     assert tokens[0] == tokens[1] == list(read_loads(str(path), {0: 4, 1: 4}).values())
+
+
+def move_experts(llm):
+    """Balance the experts, and return when one has moved."""
+    assert llm.llm_engine.rebalance_experts()
+    end_s = time.monotonic() + 60
+    while not any(layer.num_moved for layer in llm.llm_engine.stats.experts):
+        assert time.monotonic() < end_s
+        executor_of(llm).check_health()
+        time.sleep(0.02)
+
+
+def adapters_of(model, folder):
+    """Return adapters of the requests: of all layers, none, and of some, and one of a rank above the limit."""
+    shapes = {
+        name.removesuffix(".weight"): tuple(weight.shape)
+        for name, weight in load_file(model / "model.safetensors").items()
+        if name.endswith(("proj.weight", "mlp.gate.weight")) or name == "lm_head.weight"
+    }
+    some = {name: shape for name, shape in shapes.items() if ".1." in name or "o_proj" in name}
+    for number, own in enumerate((shapes, some, some), start=1):
+        write_adapter(folder / str(number), own, rank=3 * number, seed=number)
+    one, two, wide = (LoRARequest(name, number, str(folder / str(number))) for number, name in enumerate("abc", start=1))
+    return [one, None, two], wide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "is_deterministic", "options"),
+    [
+        ("qwen3", False, {}),
+        ("qwen3_moe", True, {}),
+        ("qwen3_moe", True, {"enable_expert_parallel": True}),
+        ("qwen3_moe", False, {"enable_expert_parallel": True}),
+    ],
+    ids=["sums", "columns", "whole-experts", "divided-rows"],
+)
+def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family, is_deterministic, options, monkeypatch):
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)  # rows are sent to the ranks of their experts
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)  # and divided among the ranks, if not deterministic
+    model = write_checkpoint(tmp_path / "model", family)
+    loras, wide = adapters_of(model, tmp_path)
+    limits = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6, "enable_lora_experts": family == "qwen3_moe"}
+    counts = (1, None, None)
+    params = [SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=count, max_tokens=2, **COMMON) for count in counts]
+    prompts, say, found = [prompt[:3] for prompt in PROMPTS], outputs_of if is_deterministic else tokens_of, []
+    for size, more in ((1, {}), (2, options)):
+        llm = engine(model, size, deterministic=is_deterministic, **limits, **more)
+        found.append([say(llm, prompts, params, loras)])
+        assert llm.llm_engine.remove_lora(1)
+        with pytest.raises(RequestError, match="max_lora_rank"):
+            llm.llm_engine.add_lora(wide)
+        found[-1].append(say(llm, prompts[:1], params[:1], loras[2:]))
+        llm.close()
+    assert found[0] == found[1]
 
 
 STAGES = {"size": 1, "pipeline_parallel_size": 2}

@@ -111,10 +111,10 @@ def test_owner_who_had_more_time_comes_later_when_both_wait():
         await bench.ask("ann", "a0")
         await bench.ask("bob", "b0")
         await bench.ask("ann", "a1")
-        bench.preparation._lines["bob", False].share.received += 1.0
+        bench.preparation.lines["bob", False].share.received += 1.0
         await bench.finish()
         assert bench.order == ["gate", "a0", "a1", "b0"]
-        assert bench.preparation._lines["bob", False].share.received >= 1.02
+        assert bench.preparation.lines["bob", False].share.received >= 1.02
 
     with_bench(test)
 
@@ -122,7 +122,7 @@ def test_owner_who_had_more_time_comes_later_when_both_wait():
 def test_owner_of_more_weight_has_as_much_more_time_and_room_when_both_wait():
     async def test(bench):
         await bench.ask("cid", "gate")
-        lines = bench.preparation._lines
+        lines = bench.preparation.lines
         for i in range(9):
             await bench.ask("ann", f"a{i}")
             await bench.ask("bob", f"b{i}")
@@ -144,7 +144,7 @@ def test_time_and_running_calls_count_half_when_the_weight_is_two(monkeypatch):
     async def test(bench):
         await bench.preparation.run("bob", "", lambda: None)
         await bench.ask("bob", "gate")
-        line = bench.preparation._lines["bob", False]
+        line = bench.preparation.lines["bob", False]
         assert (line.share.received, line.load) == (0.5, 0.5)
 
     with_bench(test, weight_of=lambda _: 2.0)
@@ -178,7 +178,7 @@ def test_retry_after_is_of_the_measured_rate_and_spread_when_refused(jitter, sec
         await bench.ask("o0", "gate")
         for i in range(1, 8):
             await bench.ask(f"o{i}", "x")
-        bench.preparation._mean_s = 10.0  # a quarter of 8 calls has to end
+        bench.preparation.mean_s = 10.0  # a quarter of 8 calls has to end
         assert refusal(await bench.ask("new", "y")).retry_after_s == seconds
 
     with_bench(test, max_waiting=8, random=lambda: jitter)
@@ -187,7 +187,7 @@ def test_retry_after_is_of_the_measured_rate_and_spread_when_refused(jitter, sec
 def test_mean_is_that_of_the_calls_when_some_have_run():
     async def test(bench):
         await bench.preparation.run("ann", "", lambda: time.sleep(0.02))
-        assert bench.preparation._mean_s >= 0.02
+        assert bench.preparation.mean_s >= 0.02
 
     with_bench(test)
 

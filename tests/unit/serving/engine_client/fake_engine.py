@@ -89,14 +89,14 @@ class FakeEngine:
         elif code == LOSE_COMMAND:
             self.port.send(Lost(self.port.num_commands - 1, self.port.num_commands - 1))
         elif code == GAP:
-            self.port._writer.num_sent += 1
+            self.port.writer.num_sent += 1
         elif code == TWICE:
-            self.port._socket.send(bytes(self.port._writer._buffer))
+            self.port.socket.send(bytes(self.port.writer.frame))
         elif code == GARBAGE:
-            frame = self.port._writer.write(StepOutputs([]))
-            self.port._socket.send(bytes(frame[:16]) + b"\xc1garbage")
+            frame = self.port.writer.write(StepOutputs([]))
+            self.port.socket.send(bytes(frame[:16]) + b"\xc1garbage")
         elif code == FOREIGN:
-            self.port._socket.send(b"somebody" + bytes(self.port._writer._buffer[8:]))
+            self.port.socket.send(b"somebody" + bytes(self.port.writer.frame[8:]))
         if code not in (LOSE_COMMAND, IGNORE):
             self.running[command.request_id] = [0, command.params.get("max_tokens", 16), text, code == NO_PROGRESS]
 

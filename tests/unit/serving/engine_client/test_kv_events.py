@@ -10,6 +10,7 @@ from quire.base.errors import ConfigError
 from quire.contracts.block_keys import block_keys
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixIndex
 from quire.serving.config import ServerConfig
+from quire.serving.engine_client import kv_events
 from quire.serving.engine_client.kv_events import (
     END_OF_REPLAY,
     AllBlocksCleared,
@@ -174,6 +175,15 @@ def test_address_that_is_taken_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="KV events cannot be published"):
         KvEventPublisher(KvEventOptions(f"ipc://{tmp_path}/e", f"tcp://127.0.0.1:{port}"), SIZE)
     context.destroy(linger=0)
+
+
+def test_log_says_whether_an_endpoint_is_listened_at(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(kv_events.logger, "info", lambda text, *values: lines.append(text % values))
+    for endpoint in (f"ipc://{tmp_path}/e", "tcp://127.0.0.1:5557"):
+        KvEventPublisher(KvEventOptions(endpoint), SIZE).close()
+    assert lines[0] == f"KV events are published at ipc://{tmp_path}/e"
+    assert lines[1].startswith("KV events are sent to tcp://127.0.0.1:5557, which a subscriber must listen at")
 
 
 @pytest.mark.parametrize("endpoint", ["", "tcp://", "tcp://*", "tcp://a:x", "tcp://a:0", "tcp://:5", "udp://a:1", "ipc://"])

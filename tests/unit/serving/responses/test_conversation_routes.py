@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
+from contextlib import closing
 
 import openai
 import pytest
@@ -291,15 +293,15 @@ async def there(store, number, owner="ann"):
     return True
 
 
-async def with_store(use, **options):
-    store = ResponseStore(None, **options)
+async def with_store(use, folder=None, **options):
+    store = ResponseStore(folder, **options)
     try:
         return await use(store)
     finally:
         await store.close()
 
 
-def test_conversation_goes_thirty_days_after_its_last_change():
+def test_conversation_goes_thirty_days_after_its_last_change(tmp_path):
     clock = Clock()
 
     async def use(store):
@@ -310,13 +312,12 @@ def test_conversation_goes_thirty_days_after_its_last_change():
         await store.append("ann", "conv_1", b"[]", answer)
         clock.now += 20
         found = [await there(store, number) for number in (1, 2)]
-        rows = await store._thread.call(
-            lambda table: table._db.execute("SELECT conversation_id, id FROM conversation_item").fetchall()
-        )
+        with closing(sqlite3.connect(tmp_path / "responses.sqlite")) as database:
+            rows = database.execute("SELECT conversation_id, id FROM conversation_item").fetchall()
         clock.now += LIFETIME_S
         return found, rows, await there(store, 1)
 
-    found, rows, last = asyncio.run(with_store(use, clock=clock))
+    found, rows, last = asyncio.run(with_store(use, folder=tmp_path, clock=clock))
     assert found == [True, False]
     assert rows == [("conv_1", "msg_1"), ("conv_1", "msg_2")]  # those of the other went with it
     assert last is False
@@ -353,9 +354,9 @@ def test_bytes_of_conversations_are_counted_as_they_are_stored():
         )
         await store.append("ann", "conv_2", b'[{"id":"msg_2"}]', b'{"status":"incomplete","output":[{"id":"msg_3"}]}')
         await store.conversation(lambda table, now, _: table.delete_item("ann", "conv_1", "msg_1", now))
-        before = await store._thread.call(lambda table: (dict(table._num_bytes), table._count()))
+        before = await store.thread.call(lambda table: (dict(table.num_bytes), table.count_bytes()))
         await store.conversation(lambda table, now, _: table.delete("ann", "conv_1", now))
-        after = await store._thread.call(lambda table: (dict(table._num_bytes), table._count()))
+        after = await store.thread.call(lambda table: (dict(table.num_bytes), table.count_bytes()))
         return before, after
 
     before, after = asyncio.run(with_store(use))

@@ -12,6 +12,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.database import open_database
 from quire.serving.errors import ApiError
 from quire.serving.responses import conversation_table
 from quire.serving.responses import store as store_module
@@ -306,9 +307,10 @@ class FailingCommits:
         return self._database.execute(sql, *args)
 
 
-def test_store_goes_on_after_a_commit_that_failed(tmp_path):
+def test_store_goes_on_after_a_commit_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.serving.responses.store.open_database", lambda *args: FailingCommits(open_database(*args)))
+
     async def use(store):
-        store._thread.store._db = FailingCommits(store._thread.store._db)
         with pytest.raises(ApiError) as caught:
             await store.put("ann", record(1))
         assert caught.value.code == "storage_full"
