@@ -16,29 +16,38 @@ MAX_NAME_LENGTH = 512  # of a model name in a request
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
-_OWN_LABELS = (
-    *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
-    *(
-        "layer",
-        "model_name",
-        "num_kv_blocks",
-        "operation",
-        "outcome",
-        "param",
-        "peer",
-        "phase",
-        "position",
-        "quantile",
-        "rank",
-        "reason",
-        "replica",
-        "route",
-        "source",
-        "stage",
-        "state",
-        "tier",
-    ),
-)
+_OWN_LABELS = [
+    "block_size",
+    "cache_dtype",
+    "class",
+    "code",
+    "enable_prefix_caching",
+    "engine",
+    "finished_reason",
+    "format",
+    "layer",
+    "le",
+    "max_lora",
+    "model_name",
+    "num_kv_blocks",
+    "operation",
+    "outcome",
+    "param",
+    "peer",
+    "phase",
+    "position",
+    "quantile",
+    "rank",
+    "reason",
+    "replica",
+    "route",
+    "running_lora_adapters",
+    "source",
+    "stage",
+    "state",
+    "tier",
+    "waiting_lora_adapters",
+]
 
 
 @dataclass(frozen=True, slots=True)
