@@ -408,7 +408,6 @@ class DeviceLayer:
             if self._expert_biases is not None:
                 self._expert_biases.gate_up[slot].copy_(weights.tensors[f"{self._prefix}experts.gate_up.bias"][0])
                 self._expert_biases.down[slot].copy_(weights.tensors[f"{self._prefix}experts.down.bias"][0])
-            weights.keep_until_read()  # the next expert is loaded while the device may still be at an earlier step
 
     @property
     def first_norm(self) -> Norm | None:

@@ -64,12 +64,6 @@ class DeviceWeights:
         for weight in (*(part for parts in self.linears.values() for part in parts), *self.experts.values()):
             yield from tensors_of(weight)
 
-    def keep_until_read(self) -> None:
-        """Keep the memory of tensors that another stream has made until what the current one has launched has read it."""
-        for tensor in self.all_tensors():
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
 
 def tensors_of(weight: DeviceWeight) -> Iterator[Tensor]:
     """Yield the tensors of one weight."""

@@ -179,8 +179,6 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
         missing += _missing_drafts(config.speculative_config, config.deterministic)
     if config.deterministic and config.attention_backend in ATTENTION_LIBRARIES:
         missing.append(f"deterministic with attention_backend {config.attention_backend!r} (choose 'triton')")
-    if config.enable_eplb and config.enable_lora_experts:
-        missing.append("enable_eplb with enable_lora_experts, as adapters do not move with their experts (leave one out)")
     if missing:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")
 

@@ -7,10 +7,8 @@ import torch
 
 from quire.kernels.triton.moe import Routes, add_pairs
 from quire.model import device_experts
-from quire.model.device_decoder import DeviceLayer
 from quire.model.device_experts import ExpertExchange
 from quire.model.device_ranks import DeviceRanks
-from quire.model.device_weights import DeviceWeights
 from quire.parallel.expert_placement import ExpertPlacement
 from quire.planner import expert_exchange
 from tests.device_ranks import gloo_communicators, one_launch_at_a_time
@@ -188,25 +186,3 @@ def test_nothing_is_sent_while_memory_is_measured():
     assert torch.allclose(first + second, expected_of(group.weights, x, routes), atol=1e-5)
     assert [each.events for each in group.noting] == [["multiply"]] * 2
     group.close()
-
-
-class TensorOfAnotherStream:
-    """A tensor on a CUDA device, of which it notes the streams that read it."""
-
-    is_cuda, device = True, "cuda:0"
-
-    def __init__(self):
-        self.streams = []
-
-    def record_stream(self, stream):
-        self.streams.append(stream)
-
-
-def test_memory_of_an_expert_that_moves_is_kept_until_steps_have_copied_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"steps of {device}")
-    layer = object.__new__(DeviceLayer)
-    layer.exchange = SimpleNamespace(place=lambda placement: [(0, 5)])
-    layer._experts, layer._expert_biases, layer._prefix = {}, None, "layers.0."
-    loaded = TensorOfAnotherStream()
-    layer.place_experts({5: DeviceWeights(tensors={"x": loaded})}, None)
-    assert loaded.streams == ["steps of cuda:0"]

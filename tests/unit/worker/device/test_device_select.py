@@ -110,15 +110,6 @@ def test_trees_are_refused_on_a_gpu_when_results_are_to_be_deterministic(machine
         choose("auto", speculative_config=config, deterministic=True)
 
 
-def test_moves_of_experts_are_refused_on_a_gpu_with_adapters_of_experts(machine):
-    machine(2)
-    moving = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "enable_lora": True}
-    assert choose("cuda", **moving) == torch.device("cuda", 0)
-    assert choose("cpu", **moving, enable_lora_experts=True) is None
-    with pytest.raises(ConfigError, match="on a GPU yet: enable_eplb with enable_lora_experts, as .*leave one out.*'cpu'"):
-        choose("cuda", **moving, enable_lora_experts=True)
-
-
 @pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"], ["ngram", "lookahead"]])
 def test_methods_without_a_model_of_their_own_are_there_on_a_gpu(machine, method):
     machine(1)
