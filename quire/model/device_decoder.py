@@ -158,7 +158,7 @@ class DeviceDecoder:
 
     @torch.inference_mode()
     def place_experts(self, layer: int, added: Mapping[int, DeviceWeights], placement: ExpertPlacement, rank: int) -> None:
-        """Take another placement of a layer's experts between two steps: launches copies, and waits for nothing.
+        """Take another placement of a layer's experts between two steps: waits for launched steps, and launches copies.
 
         added  the weights of the experts that this rank gets, as load_expert returns them
         """

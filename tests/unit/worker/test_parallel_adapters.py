@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 
 import pytest
@@ -117,6 +118,23 @@ def test_experts_may_be_divided_by_ranks(adapted, tmp_path):
     for num_stages in (1, 2):
         with engine(model, 2, enable_expert_parallel=True, pipeline_parallel_size=num_stages) as ranks:
             assert after_changes(ranks, folder) == expected
+
+
+@pytest.mark.parametrize("adapted", ["qwen3_moe"], indirect=True)
+def test_adapters_of_experts_stay_with_experts_that_move(adapted):
+    model, folder = adapted
+    with engine(model) as one:
+        expected = after_changes(one, folder)
+    with engine(model, 2, enable_expert_parallel=True, enable_eplb=True, num_redundant_experts=1) as ranks:
+        assert outputs(ranks, folder) == expected[0]
+        assert ranks.llm_engine.rebalance_experts()
+        for _ in range(500):
+            ranks.llm_engine.check_health()
+            time.sleep(0.01)
+            if any(layer.num_moved for layer in ranks.llm_engine.stats.experts):
+                break
+        assert any(layer.num_moved for layer in ranks.llm_engine.stats.experts)
+        assert after_changes(ranks, folder) == expected
 
 
 def test_first_matrices_are_counted_on_every_rank():
