@@ -33,7 +33,7 @@ class AdapterRegistry:
 
     def __init__(self, store: AdapterStore | None, max_loras: int) -> None:
         self._store, self._max_loras = store, max_loras
-        self._by_name: dict[str, _Loaded] = {}
+        self._by_number: dict[int, _Loaded] = {}
         self._users: dict[str, set[RequestId]] = {}  # of every adapter in memory, by its key
         self._waiting: deque[Request] = deque()
 
@@ -45,7 +45,7 @@ class AdapterRegistry:
     @property
     def loaded(self) -> list[LoRARequest]:
         """The adapters in memory that requests can name, least recently used first."""
-        return [known.lora for known in self._by_name.values()]
+        return [known.lora for known in self._by_number.values()]
 
     def add(self, lora: LoRARequest) -> bool:
         """Load an adapter; return False if it is loaded already.
@@ -63,9 +63,9 @@ class AdapterRegistry:
         self._load(lora)
         return True
 
-    def remove(self, name: str) -> bool:
-        """Remove the adapter of a name; return whether there was one. Requests that use it go on."""
-        known = self._by_name.pop(name, None)
+    def remove(self, lora_int_id: int) -> bool:
+        """Remove the adapter of a number; return whether there was one. Requests that use it go on."""
+        known = self._by_number.pop(lora_int_id, None)
         if known is None:
             return False
         self._release_unused(known.report.key)
@@ -123,38 +123,35 @@ class AdapterRegistry:
             if not self._make_room():
                 return None
             known = self._load(lora)
-        self._by_name[lora.lora_name] = self._by_name.pop(lora.lora_name)
+        self._by_number[lora.lora_int_id] = self._by_number.pop(lora.lora_int_id)
         self._users[known.report.key].add(request.request_id)
         return replace(request, adapter_key=known.report.key)
 
     def _find(self, lora: LoRARequest) -> _Loaded | None:
-        """Return a loaded adapter; None: it is not loaded. Raises RequestError if its name or number is that of another."""
-        known = self._by_name.get(lora.lora_name)
-        if known is not None and known.lora != lora:
+        """Return a loaded adapter; None: it is not loaded. Raises RequestError if its number is that of another."""
+        known = self._by_number.get(lora.lora_int_id)
+        if known is None or known.lora == lora:
+            return known
+        if known.lora.lora_name != lora.lora_name:
             raise RequestError(
-                f"the LoRA adapter {lora.lora_name!r} is loaded with number {known.lora.lora_int_id} from "
-                f"{known.lora.lora_path!r}, not with {lora.lora_int_id} from {lora.lora_path!r}: remove it first, or choose "
-                "another name",
-                "lora_name",
+                f"lora_int_id {lora.lora_int_id} is that of the LoRA adapter {known.lora.lora_name!r}: give "
+                f"{lora.lora_name!r} another number",
+                "lora_int_id",
             )
-        if known is None:
-            same = next((one for one in self._by_name.values() if one.lora.lora_int_id == lora.lora_int_id), None)
-            if same is not None:
-                raise RequestError(
-                    f"lora_int_id {lora.lora_int_id} is that of the LoRA adapter {same.lora.lora_name!r}: give "
-                    f"{lora.lora_name!r} another number",
-                    "lora_int_id",
-                )
-        return known
+        raise RequestError(
+            f"the LoRA adapter {lora.lora_name!r} is loaded with number {lora.lora_int_id} from {known.lora.lora_path!r}, not "
+            f"from {lora.lora_path!r}: remove it first, or choose another number",
+            "lora_int_id",
+        )
 
     def _make_room(self) -> bool:
         """Unload adapters that no request uses until there is room for one more; return whether there is."""
-        for name, known in list(self._by_name.items()):
+        for number, known in list(self._by_number.items()):
             if len(self._users) < self._max_loras:
                 break
             if not self._users[known.report.key]:
-                logger.info("LoRA adapter %s is unloaded to make room", name)
-                self.remove(name)
+                logger.info("LoRA adapter %s is unloaded to make room", known.lora.lora_name)
+                self.remove(number)
         return len(self._users) < self._max_loras
 
     def _load(self, lora: LoRARequest) -> _Loaded:
@@ -174,12 +171,12 @@ class AdapterRegistry:
             format_bytes(report.num_bytes),
         )
         self._users.setdefault(report.key, set())
-        known = self._by_name[lora.lora_name] = _Loaded(lora, report)
+        known = self._by_number[lora.lora_int_id] = _Loaded(lora, report)
         return known
 
     def _release_unused(self, key: str) -> None:
-        """Unload the adapter of a key if no request uses it and no name stands for it."""
-        is_named = any(known.report.key == key for known in self._by_name.values())
+        """Unload the adapter of a key if no request uses it and no number stands for it."""
+        is_named = any(known.report.key == key for known in self._by_number.values())
         if self._store is not None and not is_named and key in self._users and not self._users[key]:
             del self._users[key]
             self._store.unload(key)

@@ -191,8 +191,7 @@ class LLMEngine:
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Unload a LoRA adapter, as soon as no request uses it; return whether it was loaded."""
-        names = [lora.lora_name for lora in self._adapters.loaded if lora.lora_int_id == lora_int_id]
-        return any(self._adapters.remove(name) for name in names)
+        return self._adapters.remove(lora_int_id)
 
     def list_loras(self) -> set[int]:
         """Return the numbers of the LoRA adapters in memory."""

@@ -75,7 +75,7 @@ class ExpertExchange:
         for slot, expert in changed:
             self._slots[slot] = expert
         self.placement = placement
-        # In place: recorded steps read these.
+        # In place: CUDA graphs read these.
         for table, values in zip((self._holders, self._num_copies, self._place), self._tables(), strict=True):
             table.copy_(values)
         return changed

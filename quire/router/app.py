@@ -24,7 +24,7 @@ from quire.router.incoming import ClientGoneError, Incoming, send_error, watched
 from quire.router.metrics import RouterMetrics
 from quire.router.owners import ObjectOwners, collection_of, object_id_of
 from quire.router.page import FORWARDED, RouterPage
-from quire.router.paths import OLLAMA_PATHS, is_passed_on
+from quire.router.paths import OLLAMA_PATHS, is_passed_on, refusal
 from quire.router.policy import rendezvous
 from quire.router.prompt import ParsedBody, parse_body
 from quire.router.prompt_tokens import PromptTokens
@@ -120,7 +120,7 @@ class RouterApp:
         if path in FORWARDED and incoming.method == "GET" and self.parts.config.enable_page:
             return await self._answer_for_page(incoming)
         if not is_passed_on(path):
-            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
+            raise ApiError(404, refusal(path), code="not_found")
         if collection_of(path) is not None and not (path.startswith("/v1/responses") and object_id_of(path) is None):
             return await self._answer_stored(incoming)
         if incoming.method == "GET" and RouterTimelines.is_asked(path):

@@ -17,6 +17,7 @@ OLLAMA_PATHS = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embe
 STREAMED_UNASKED = frozenset({"/api/chat", "/api/generate"})
 """Routes whose answers are streams unless the request says otherwise."""
 _REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_OF_ONE_SERVER = _REFUSED | {"/sleep", "/wake_up", "/is_sleeping"}
 _DEPLOYMENT = re.compile(r"/openai/deployments/(.+?)/(chat/completions|completions|embeddings)")
 
 
@@ -34,6 +35,13 @@ def is_passed_on(path: str) -> bool:
     if not {"", ".", ".."}.isdisjoint(path.split("/")[1:-1]) or path.endswith(("/.", "/..")):
         return False
     return (path in _PATHS or path in OLLAMA_PATHS or path.startswith("/v1/")) and path not in _REFUSED
+
+
+def refusal(path: str) -> str:
+    """Return the message of the 404 for a path that is not passed on."""
+    if path in _OF_ONE_SERVER:
+        return f"{path!r} is a route of a server with one model, and not passed on to it: send the request to that server"
+    return f"there is no {path[:200]!r} here"
 
 
 def error_style(path: str) -> ErrorStyle:

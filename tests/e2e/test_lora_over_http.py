@@ -33,6 +33,7 @@ def text_of(answer):
 def test_adapters_are_models_that_come_and_go(tmp_path, replicas):
     write_adapter(tmp_path / "one", SHAPES, seed=1)
     write_adapter(tmp_path / "two", SHAPES, seed=2)
+    write_adapter(tmp_path / "three", SHAPES, seed=3)
     write_adapter(tmp_path / "wide", SHAPES, rank=32)
     keys = [{"key": ADMIN, "name": "root", "admin": True}, {"key": USER, "name": "user"}]
     (tmp_path / "keys.json").write_text(json.dumps(keys))
@@ -63,6 +64,10 @@ def test_adapters_are_models_that_come_and_go(tmp_path, replicas):
         assert "max_lora_rank is 16" in wide.json()["error"]["message"]
         again = server.post("/v1/load_lora_adapter", two)
         assert again.status_code == 400
+        old = text_of(complete(server, "two"))
+        in_place = {**two, "lora_path": str(tmp_path / "three"), "load_inplace": True}
+        assert server.post("/v1/load_lora_adapter", in_place).status_code == 200
+        assert text_of(complete(server, "two")) not in (base, one, old)
         gone = server.post("/v1/unload_lora_adapter", {"lora_name": "two"})
         assert gone.status_code == 200
         assert complete(server, "two").status_code == 404

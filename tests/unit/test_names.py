@@ -10,7 +10,7 @@ OLD = re.compile(
     r"|next_token_law|StepDraft|giving_way|num_draft_wish|draft_wishes|Patience|ConstrainedRows|DeviceStepper|choosing_kernels"
     r"|DeviceStep|AttentionInput|Preparation|may_hurry|line_places|_obey|PoliteTransport|shown_error|divert|DirectBypass|Outlet"
     r"|_taker|is_screened|_screen_bytes|narrow weight|five launches|_tell|_tell_\w+|tells_prompt_ids"
-    r"|narrow|narrowed|narrower|narrow_\w+|is_narrow|fill_lines_of_decode|[Rr]ecorded step)\b"
+    r"|narrow|narrowed|narrower|narrow_\w+|is_narrow|fill_lines_of_decode|[Rr]ecorded steps?)\b"
 )
 
 

@@ -18,7 +18,7 @@ _HEAD_DIMS = (64, 128)
 _ALIGNED = 8  # elements of 16 bits
 _MOST_PADDING = 2
 """How many times as many tiles as its tokens fill a launch has at most. A program of an empty tile takes a multiprocessor for
-itself, and reads a tile of keys; recorded steps have an empty one for each further sequence that there may be."""
+itself, and reads a tile of keys; CUDA graphs have an empty one for each further sequence that there may be."""
 
 
 def runs_on(device: torch.device) -> bool:

@@ -91,8 +91,8 @@ def test_a_removed_adapter_stays_until_its_last_request_has_ended():
     registry = AdapterRegistry(store, 2)
     running = request("a", ONE)
     registry.admit(running)
-    assert registry.remove("one")
-    assert not registry.remove("one")
+    assert registry.remove(1)
+    assert not registry.remove(1)
     assert store.keys == ["/one"]
     registry.release(running)
     assert store.keys == []
@@ -105,6 +105,18 @@ def test_names_and_numbers_are_not_mixed_up():
         registry.admit(request("a", LoRARequest("one", 1, "/other")))
     with pytest.raises(RequestError, match="lora_int_id 1 is that of the LoRA adapter 'one'"):
         registry.admit(request("b", LoRARequest("other", 1, "/other")))
+
+
+def test_an_adapter_is_replaced_under_its_name_while_requests_use_the_old_one():
+    store = Store()
+    registry = AdapterRegistry(store, 2)
+    running = registry.admit(request("a", ONE))
+    registry.add(LoRARequest("one", 4, "/new"))
+    registry.remove(1)
+    assert store.keys == ["/one", "/new"]
+    assert registry.admit(request("b", LoRARequest("one", 4, "/new"))).adapter_key == "/new"
+    registry.release(running)
+    assert store.keys == ["/new"]
 
 
 def test_what_cannot_be_loaded_is_an_error_of_its_request():

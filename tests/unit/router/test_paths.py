@@ -1,7 +1,7 @@
 import pytest
 
 from quire.router.incoming import Incoming
-from quire.router.paths import is_passed_on, plain_path
+from quire.router.paths import is_passed_on, plain_path, refusal
 from quire.serving.body_room import BodyRoom
 
 
@@ -19,6 +19,12 @@ def test_paths_of_the_apis_are_passed_on(path):
 )
 def test_other_paths_are_not_passed_on(path):
     assert not is_passed_on(path)
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep", "/wake_up"])
+def test_routes_of_one_server_are_refused_with_the_reason(path):
+    assert "send the request to that server" in refusal(path)
+    assert refusal("/nothing") == "there is no '/nothing' here"
 
 
 def test_deployment_names_the_model_when_the_path_is_azures():
