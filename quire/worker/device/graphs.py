@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import product
 from typing import Literal, NamedTuple, Protocol
 from weakref import WeakSet
@@ -167,23 +167,27 @@ class StepGraphs:
         """Kinds of steps that are launched as a whole."""
         return len(self._recorded)
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], exchange: AbstractContextManager[None] | None = None) -> None:
         """Run a step: all that its launches read and write must lie at the same addresses for the same key.
+
+        exchange  receives what the step reads, and sends on what it wrote before ranks agree: recording may wait for the device
+                  of a rank, which waits for what another one sends
 
         A kind that cannot be recorded, for whatever reason, is launched one by one from then on, and so is one for whose
         recording memory ends when it is launched, which takes some the first time. What the step itself raises is raised.
         """
-        replay = self._recorded.get(key)
-        if replay is not None and self._replay(key, replay):
-            return
-        step()
-        if self._recorder is None or key in self._one_by_one:
-            return
         recorded: Callable[[], None] | None = None
-        try:
-            recorded = self._recorder.record(step)
-        except Exception as error:  # noqa: BLE001 - the step itself has run, and the log says what is wrong
-            self._give_up(key, error)
+        with nullcontext() if exchange is None else exchange:
+            replay = self._recorded.get(key)
+            if replay is not None and self._replay(key, replay):
+                return
+            step()
+            if self._recorder is None or key in self._one_by_one:
+                return
+            try:
+                recorded = self._recorder.record(step)
+            except Exception as error:  # noqa: BLE001 - the step itself has run, and the log says what is wrong
+                self._give_up(key, error)
         if self._agree is not None and not self._agree(recorded is not None) and recorded is not None:
             logger.warning("another rank cannot record steps of %s: they are launched one by one on all ranks", key)
             self._one_by_one.add(key)

@@ -354,8 +354,7 @@ class StepLauncher:
         if isinstance(call.key, GraphKey):
             frame = self._decode_frame(call.key)
             self._send(frame.staged.end, call.changes)
-            with self._exchange(call.key.num_rows):
-                self._graphs.run(call.key, frame.run)
+            self._graphs.run(call.key, frame.run, self._exchange(call.key.num_rows))
             return self._logits[: call.key.num_rows], None
         if call.key is None and call.shape is None:
             self._send(0, call.changes)
@@ -364,11 +363,12 @@ class StepLauncher:
             lists = [list_tiles(call.shape.counts, *kind, call.shape.context_lens) for kind in self.tile_kinds]
         staged, sampled = self._arrange_mixed(call, lists)
         self._send(sampled.end, call.changes)
-        with self._exchange(len(staged.device["positions"])):
-            if call.key is not None:
-                self._graphs.run(call.key, self._prompt_frame(call.key).run)
-                hidden = self._hidden
-            else:
+        exchange = self._exchange(len(staged.device["positions"]))
+        if call.key is not None:
+            self._graphs.run(call.key, self._prompt_frame(call.key).run, exchange)
+            hidden = self._hidden
+        else:
+            with exchange:
                 hidden = self._run_exact(call, lists, staged.device)
         if call.num_sampled == 0 or not self.samples:
             return None, hidden
@@ -429,8 +429,7 @@ class StepLauncher:
         fill(frame.staged.host, nothing, self.padding_slot)
         fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
         self._staging.send(frame.staged.end)
-        with self._exchange(key.num_tokens):
-            self._graphs.run(key, frame.run)
+        self._graphs.run(key, frame.run, self._exchange(key.num_tokens))
 
     def _prompt_frame(self, key: PromptKey) -> Frame:
         """Return the arrays of the CUDA graph of a step with prompts; those of the sampled tokens follow them."""

@@ -187,6 +187,25 @@ def test_further_recordings_of_a_step_are_launched_and_stay_until_all_are_cleare
     assert log == ["step"] * 4
 
 
+def test_rows_of_a_step_are_sent_on_before_ranks_agree_on_its_recording():
+    log = []
+
+    @contextlib.contextmanager
+    def exchange():
+        log.append("receive")
+        yield
+        log.append("send")
+
+    def agree(says_yes):
+        log.append("agree")
+        return says_yes
+
+    graphs = StepGraphs(Recorder(log), agree)
+    for _ in range(2):
+        graphs.run(KEY, lambda: log.append("step"), exchange())
+    assert log == ["receive", "step", "send", "agree", "receive", "step", "send"]
+
+
 def test_what_was_recorded_is_forgotten_when_it_is_cleared():
     log = []
     recorder = Recorder(log)
