@@ -48,7 +48,7 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     """Return which rank a launcher has made of this process; None where the leader starts the others itself.
 
     Raises ConfigError where the launcher has started another number of processes than the configuration has ranks, or ranks
-    that only the leader can start: those on GPUs, and those of several replicas.
+    that only the leader can start: those of several replicas, and of groups that divide prompts.
     """
     size = config.parallel.world_size
     if size == 1 or config.distributed_executor_backend is not None:

@@ -15,6 +15,7 @@ from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
 from quire.kv.tiers.host_slab import MAX_SAVED_BYTES_ON_GPU
 from quire.worker.memory import uses_native_kernels
+from quire.worker.parallel_launch import launched_group
 
 _MAX_SAVED_BYTES = 64 << 20
 """The most that one step of a CPU copies to the host tier."""
@@ -40,6 +41,11 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(f"{name} is {value!r}, but the model attends in both directions, which caches nothing: leave it out")
     if report.spec.implementation == "transformers":
         raise ConfigError(f"{name} is {value!r}, but model_impl 'transformers' has no KV tiers: leave one of them out")
+    if report.device != "cpu" and config.parallel.world_size > 1 and launched_group(config) is not None:
+        raise ConfigError(
+            f"{name} is {value!r}, but ranks on GPUs that a launcher has started share no pages: leave it out, or start one "
+            "process, which starts the others"
+        )
     if config.has_kv_transfer:
         _check_transfer(config, report)
     if num_host_pages(config, report) == 0:

@@ -70,7 +70,7 @@ from quire.worker.expert_moves import ExpertMover
 from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
-from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
+from quire.worker.parallel_launch import fingerprint, launch_options, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
 from quire.worker.tiers import num_host_pages, page_bytes
@@ -145,11 +145,6 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
     size, num_pages = config.parallel.world_size, num_host_pages(config, report)
-    if num_pages > 0 and launched_group(config) is not None:
-        raise ConfigError(
-            f"kv_host_bytes is {config.host_tier_bytes}, but ranks on GPUs that a launcher starts share no pages: "
-            "leave kv_host_bytes, kv_disk_dir, role and prefill_listen out, or start one process, which starts the others"
-        )
     file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
     try:
         told = RankConfig.of(config, report, sizes, -1 if file is None else file)

@@ -1,6 +1,7 @@
 """The memory plan of a host on which some of a model's tensor-parallel ranks run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from quire.worker.host_part import host_part, ranks_on_host
 from quire.worker.inspect import inspect_model
 from quire.worker.memory import check_fits
 from quire.worker.parallel_build import check_rank_memory
-from quire.worker.tiers import num_host_pages
+from quire.worker.tiers import check_tiers, num_host_pages
 
 MODEL = "demo"
 TORCHRUN = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
@@ -133,3 +134,13 @@ def test_a_stage_that_does_not_fit_on_its_host_is_refused_with_its_numbers(monke
     check_rank_memory((1 << 20, 2 << 20), 1)
     with pytest.raises(ConfigError, match=r"rank 1 needs about 4.0 MiB .*, but 3.0 MiB are available on .*take more stages"):
         check_rank_memory((1 << 20, 4 << 20), 1, "stages")
+
+
+def test_tiers_are_refused_on_gpus_whose_ranks_a_launcher_has_started(monkeypatch):
+    own = config(device="cpu", tensor_parallel_size=4, kv_disk_dir="/pages", kv_disk_bytes=1 << 30)
+    report = replace(inspect_model(own), device="cuda:0")
+    check_tiers(own, report)
+    for name, value in torchrun(0, 0, 4).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="kv_disk_dir is '/pages', but ranks on GPUs that a launcher has started share no"):
+        check_tiers(own, report)
