@@ -95,11 +95,6 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
     refusal = native_refusal(report.spec, cpu_block_size(config)) if report.device == "cpu" else None
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
-    if report.device != "cpu" and config.enable_eplb and config.enable_lora_experts:
-        raise ConfigError(
-            f"enable_eplb and enable_lora_experts are not supported together on {report.device!r}: the adapters of experts do "
-            "not move with them; leave one of them out"
-        )
     if not count_experts(report.spec):
         raise ConfigError(
             f"{name} is for mixture models, but the model ({report.spec.model_type}) has no experts: leave it out"

@@ -112,8 +112,6 @@ def test_gpus_take_the_options_of_experts():
     report = replace(inspect_model(_config()), device="cuda:0")
     for option in ({"num_redundant_experts": 2}, {"expert_capacity_factor": 1.25}, {"enable_eplb": True}):
         check_experts(_config(**option), report)
-    with pytest.raises(ConfigError, match="the adapters of experts do not move with them"):
-        check_experts(_config(enable_eplb=True, enable_lora=True, enable_lora_experts=True), report)
 
 
 def test_ranks_divide_the_memory_and_copies_add_to_it():
