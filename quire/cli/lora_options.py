@@ -26,6 +26,7 @@ def add_lora_modules(group: argparse._ActionsContainer, use: str = _CHOSEN_BY_NA
 def lora_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """Return (name, path) of NAME=PATH, or of vLLM's JSON objects with name and path. Raises ConfigError."""
     found: list[tuple[str, str]] = []
+    known = {"name", "path", "base_model_name"}  # the last says nothing that is needed
     for item in args.lora_modules:
         name, separator, path = item.partition("=")
         if item.lstrip().startswith("{"):
@@ -34,7 +35,7 @@ def lora_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
             except ValueError as error:
                 raise ConfigError(f"--lora-modules: {item[:100]!r} is no JSON ({error}); give NAME=PATH") from None
             name, path = fields.get("name"), fields.get("path")
-            separator = isinstance(name, str) and isinstance(path, str)
+            separator = isinstance(name, str) and isinstance(path, str) and fields.keys() <= known
         if not separator or not name or not path:
             raise ConfigError(f'--lora-modules takes NAME=PATH or {{"name": ..., "path": ...}}, got {item[:100]!r}')
         found.append((name, path))

@@ -277,7 +277,7 @@ class RouterApp:
         prompt = parsed.prompt(parts.config.prefix_chunk_bytes, salt)
         owner = await self._owner_of_previous(incoming, parsed)
         if owner is None:
-            prompt = await parts.tokens.of(prompt, parsed, incoming, serving)
+            prompt = await parts.tokens.of(prompt, parsed, incoming, serving, model)
         outgoing = Outgoing(
             "POST",
             incoming.target,

@@ -42,13 +42,19 @@ class PromptTokens:
         self._timeout_s = config.tokenize_timeout_s
         self._metrics = metrics
 
-    async def of(self, prompt: Prompt, parsed: ParsedBody, incoming: Incoming, backends: Sequence[Backend]) -> Prompt:
-        """Return the prompt with its tokens, where these can tell backends apart; else as it is."""
+    async def of(
+        self, prompt: Prompt, parsed: ParsedBody, incoming: Incoming, backends: Sequence[Backend], model: str | None = None
+    ) -> Prompt:
+        """Return the prompt with its tokens, where these can tell backends apart; else as it is.
+
+        model  by its name at the backends, which the body may call by an alias; None: as the body says
+        """
         names = _FIELDS.get(incoming.path)
         ready = [one for one in backends if one.is_available]
         if names is None or prompt.token_ids is not None or len(ready) < 2 or not any(one.has_live_events for one in ready):
             return prompt
-        body = msgspec.json.encode({name: parsed.fields[name] for name in names if name in parsed.fields})
+        fields: dict[str, object] = {name: parsed.fields[name] for name in names if name in parsed.fields}
+        body = msgspec.json.encode(fields if model is None else {**fields, "model": model})
         headers = [(name, value) for name, value in incoming.headers if name in KEY_HEADERS]
         least = min(ready, key=lambda one: one.num_in_flight)
         try:

@@ -85,6 +85,7 @@ def test_batch_run_takes_adapters_as_models(capsys, tiny_model, adapted, tmp_pat
         (["=/a"], None),
         (["sql="], None),
         (['{"name": "sql"}'], None),
+        (['{"name": "sql", "path": "/a", "rank": 8}'], None),
         (['{"name": "sql"'], None),
     ],
 )

@@ -404,6 +404,7 @@ def test_prompt_goes_to_the_backend_that_holds_its_blocks(tmp_path):
         if request["path"] == "/tokenize":
             assert request["json"]["messages"] == [{"role": "user", "content": "hello"}]
             assert "max_tokens" not in request["json"]
+            assert request["json"]["model"] == "m"  # which the body called by an alias
             await respond(writer, {"tokens": list(range(40, 80)), "count": 40})
         else:
             await respond(writer, {"port": int(request["headers"]["host"].split(":")[1])})
@@ -418,7 +419,7 @@ def test_prompt_goes_to_the_backend_that_holds_its_blocks(tmp_path):
                 await publishers[-1].send({"type": "AllBlocksCleared"})
             events = {fake.name: (publisher.source,) for fake, publisher in zip(fakes, publishers, strict=True)}
             try:
-                async with routing(*fakes, kv_events=events, tokenize_timeout_s=5.0) as router:
+                async with routing(*fakes, kv_events=events, tokenize_timeout_s=5.0, aliases={"a": "m"}) as router:
                     await router.until(lambda: all(router.backend(fake).has_live_events for fake in fakes))
                     for number, fake in enumerate(fakes):
                         tokens = [number + 1] * 400
@@ -428,8 +429,8 @@ def test_prompt_goes_to_the_backend_that_holds_its_blocks(tmp_path):
                         assert got.json()["port"] == fake.port
                     await publishers[2].send(stored(list(range(40, 80))))
                     await router.until(lambda: len(router.backend(fakes[2]).kv_subscribers[0].index) == 110)
-                    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
-                    for path in ("/v1/chat/completions", "/v1/chat/completions", "/openai/deployments/m/chat/completions"):
+                    body = {"model": "a", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+                    for path in ("/v1/chat/completions", "/v1/chat/completions", "/openai/deployments/a/chat/completions"):
                         assert (await router.post(body, path)).json()["port"] == fakes[2].port
                     assert await router.metric("tokenized_prompts_total", result="done") == 3
                     assert await router.metric("kv_event_sources", state="live") == 3
