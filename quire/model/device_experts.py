@@ -53,7 +53,7 @@ class ExpertExchange:
         self.num_own = len(placement.ranks[self._rank])
         self.placement, self._slots = placement, list(placement.ranks[self._rank])
         self._holders, self._num_copies, self._place = (table.to(device) for table in self._tables())
-        self._legs = LegMaker(self._rank, ranks.hosts, device)
+        self._legs = LegMaker(self._rank, ranks.hosts, device, ranks.read)
 
     def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return of each expert: the ranks that hold its copies [E, R], how many these are [E], and its slot here or -1 [E]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,9 +43,13 @@ class Collectives(Protocol):
         """See Communicator."""
         ...
 
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """See TorchCommunicator."""
+        ...
+
 
 class DeviceRanks:
-    """The group of a rank. All ranks make the same calls in the same order; no call waits for the device.
+    """The group of a rank. All ranks make the same calls in the same order; none but `read` waits for the device.
 
     communicator  of the group, on the model's device
     shard         the part of this rank
@@ -155,6 +159,18 @@ class DeviceRanks:
     def gather_logits(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [R, vocab_size], given those of this rank's tokens; in `out` if that is given."""
         return self.gather_columns(part, self._vocabulary, out)
+
+    def read(self, numbers: Tensor) -> list[Any]:
+        """Return numbers of the device as lists. The host waits; raises WorkerError if the group ends before they are there."""
+        if numbers.is_cuda:
+            found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            found.copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self.communicator.wait_for(event)
+            numbers = found
+        lists: list[Any] = numbers.tolist()
+        return lists
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks [R, T, N]."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,13 @@ class LegMaker:
     that rank sends it to the others. The ranks of a host take turns by the rank that the row is from.
 
     hosts  of the ranks: equal for ranks of one host
+    read   returns numbers of the device as lists; None: torch does
     """
 
-    def __init__(self, rank: int, hosts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, rank: int, hosts: Sequence[int], device: torch.device, read: Callable[[Tensor], list[Any]] | None = None
+    ) -> None:
+        self._read = read
         size = len(hosts)
         self._rank, self._ranks = rank, torch.arange(size, device=device)
         members = {host: [each for each in range(size) if hosts[each] == host] for host in hosts}
@@ -76,7 +81,8 @@ class LegMaker:
         parts      [T] bool each, the rows of a part
         """
         sends = [each for part in parts for each in self._sends(num_pairs, source, part)]
-        counts = torch.stack([self._counts(each) for each in sends]).tolist()
+        told = torch.stack([self._counts(each) for each in sends])
+        counts: list[Any] = told.tolist() if self._read is None else self._read(told)
         legs = [self._leg(each, *numbers) for each, numbers in zip(sends, counts, strict=True)]
         count = len(legs) // len(parts)
         return [legs[first : first + count] for first in range(0, len(legs), count)]

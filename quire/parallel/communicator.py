@@ -363,6 +363,11 @@ class CountingCommunicator:
         count.num_bytes += x.nbytes
         return _CountedTransfer(transfer, lambda: self._transfers.append(("all_to_all", transfer)))
 
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """See TorchCommunicator; only of one on a GPU."""
+        wait: Callable[[torch.cuda.Event], None] = getattr(self._inner, "wait_for", torch.cuda.Event.synchronize)
+        wait(event)
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """See Communicator."""
         self._count("broadcast", x.nbytes if source == self.rank else 0, lambda: self._inner.broadcast(x, source))

@@ -39,6 +39,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _WARN_S = 5.0
 _CLOSE_S = 2.0
 _TICK_S = 0.1
+_SPINS, _PAUSE_S = 200, 2e-5
 
 
 class TorchCommunicator:
@@ -162,6 +163,16 @@ class TorchCommunicator:
             named = " and ".join(f"rank {other}" for other in gone)
             return WorkerError(f"{named} is gone: {name} of rank {self.rank} failed ({error})", gone[0])
         return WorkerError(f"{name} of rank {self.rank} failed: {error}", self.rank)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for what was launched on the device before an event. Raises if the group has ended: then it may never come."""
+        num_asked = 0
+        while not event.query():
+            num_asked += 1
+            if num_asked > _SPINS:
+                if self._check is not None:
+                    self._check()
+                time.sleep(_PAUSE_S)
 
     # Collectives
 

@@ -101,7 +101,7 @@ class PromptCounts:
             return
         last, self._totals = self._totals, (load.prompt_tokens_total, load.cached_tokens_total)
         if last is not None:
-            before = last if last[0] <= self._totals[0] else (0, 0)
+            before = last if all(old <= new for old, new in zip(last, self._totals, strict=True)) else (0, 0)
             self.served += self._totals[0] - before[0]
             self.cached += self._totals[1] - before[1]
 

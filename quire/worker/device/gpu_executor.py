@@ -271,6 +271,7 @@ class GpuStepExecutor(StepLauncher):
         """See StepExecutor: where the decoder watches them. Waits for launched steps."""
         if not isinstance(self._decoder, DeviceDecoder):
             return []
+        self._wait_for_steps()
         counts = self._decoder.expert_counts()
         stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
         return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
@@ -281,9 +282,18 @@ class GpuStepExecutor(StepLauncher):
         if save is not None:
             self._save_placement = functools.partial(save_placements, save, self._placed)
 
+    def _wait_for_steps(self) -> None:
+        """Wait for all launched steps."""
+        if self._decoder.device.type == "cuda":
+            with self._decoder.on_device():
+                event = torch.cuda.Event()
+                event.record()
+                self._wait_for(event)
+
     def _placed_tokens(self) -> dict[int, NDArray[np.int64]]:
         """Return the tokens so far of the experts of each layer that has any."""
         assert isinstance(self._decoder, DeviceDecoder)
+        self._wait_for_steps()
         counts = enumerate(self._decoder.expert_counts())
         return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
 from quire.contracts.expert_options import EplbConfig
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
@@ -195,6 +196,11 @@ class LeaderGpuExecutor(GpuStepExecutor):
         count = moves.least() - self._num_moved
         self._num_moved += count
         return tuple(self._page_moves.popleft()[0] for _ in range(count))
+
+    def expert_stats(self) -> list[ExpertStats]:
+        """See GpuStepExecutor."""
+        with self._scope():
+            return super().expert_stats()
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""

@@ -16,6 +16,7 @@ from torch import distributed
 
 from quire.base.errors import UnsupportedError, WorkerError
 from quire.parallel import torch_communicator as module
+from quire.parallel.communicator import CountingCommunicator
 from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
 from tests.ranks import run_threads, start_processes, statuses_of
 
@@ -263,4 +264,25 @@ def test_nccl_of_one_rank():
     communicator.barrier()
     assert torch.equal(out.cpu(), torch.arange(6.0))
     assert torch.equal(x.cpu(), torch.arange(6.0))
+    communicator.close()
+
+
+class Never:
+    """An event of a device that waits for a rank that is gone."""
+
+    def query(self):
+        return False
+
+
+def test_waiting_for_the_device_ends_when_the_group_has():
+    checks = []
+
+    def check():
+        checks.append(True)
+        if len(checks) == 3:
+            raise WorkerError("rank 1 is gone", 1)
+
+    communicator = CountingCommunicator(TorchCommunicator(FakeGroup(0, 2), "cpu", check=check))
+    with pytest.raises(WorkerError, match="rank 1 is gone"):
+        communicator.wait_for(Never())
     communicator.close()

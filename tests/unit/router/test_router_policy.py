@@ -218,13 +218,13 @@ def test_health_checks_reset_no_load_and_dead_backends_count_for_nobody(policy):
 def test_true_cached_tokens_are_counted_from_the_first_report_on_and_over_restarts():
     table, (backend,), _ = make_table(1)
     metrics = RouterMetrics(table)
-    reports = [(1000, 900), (1100, 950), (1100, 950), (40, 10), (None, None), (60, 20)]
+    reports = [(1000, 900), (1100, 950), (1100, 950), (40, 10), (None, None), (60, 20), (80, 10)]
     for prompt_tokens, cached in reports:
         backend.take_load(LoadReport(prompt_tokens_total=prompt_tokens, cached_tokens_total=cached))
         text = metrics.render()[0].decode()
     backend.prompt_counts.sent, backend.prompt_counts.predicted = 70, 30
     text = metrics.render()[0].decode()
-    for name, value in (("served_prompt", 160), ("served_cached", 70), ("prompt", 70), ("predicted_cached", 30)):
+    for name, value in (("served_prompt", 240), ("served_cached", 80), ("prompt", 70), ("predicted_cached", 30)):
         assert f'quire_router:{name}_tokens_total{{backend="{backend.name}"}} {value}.0' in text
     backend.prompt_counts = PromptCounts(sent=5)  # removed, and added again
     assert f'quire_router:prompt_tokens_total{{backend="{backend.name}"}} 75.0' in metrics.render()[0].decode()
