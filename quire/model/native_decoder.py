@@ -185,7 +185,7 @@ class NativeDecoder:
                 *addresses,
                 bool(kv.spec.is_windowed) and kv.spec.is_windowed[source],
             )
-            if layer.mixer is not None and kv.states:
+            if kv.states and layer.mixer is not None:
                 inputs, *states = kv.states[index]
                 is_bf16 = inputs.dtype == torch.bfloat16
                 layer.mixer.set_states(inputs.data_ptr(), is_bf16, states[0].data_ptr() if states else 0)

@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 # Of a plan; the last two are of ranks.
-SOURCES = ("team", "pack", "native_weight", "plan", "step", "step_results", "draft_run", "runs", "lora", "divided_rows")
+SOURCES = ("team", "pack", "native_weight", "plan", "step", "step_results", "draft_run", "runs", "lora", "divided_rows", "mixer")
 SOURCES += ("argmax_prefilter", "rank_group", "process_barrier")
 KERNELS = ("linear", "attention", "elementwise", "sampler")
 BLOCK_SIZE, NUM_BLOCKS = 16, 4
