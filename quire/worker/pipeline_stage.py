@@ -80,7 +80,7 @@ class StageConfig:
     num_batch_slots: int
     block_size: int
     kv_dtype: KvDtype
-    num_kv_blocks: int
+    num_local_blocks: int
     num_window_blocks: int
     layers: tuple[int, ...]
     shares: tuple[float, ...]
@@ -91,7 +91,6 @@ class StageConfig:
     num_host_pages: int = 0
     slots_file: int = -1
     context_size: int = 1
-    num_local_blocks: int = 0
     expert_ranks: tuple[list[list[int]], ...] | None = None
     first_rank: int = 1
     link: tuple[str, str] | None = None

@@ -177,7 +177,7 @@ def test_stages_end_with_their_leader():
 @pytest.mark.slow
 def test_a_stage_that_cannot_load_says_why(monkeypatch):
     to_json = pipeline_stage.StageConfig.to_json
-    monkeypatch.setattr(pipeline_stage.StageConfig, "to_json", lambda config: {**to_json(config), "num_kv_blocks": -1})
+    monkeypatch.setattr(pipeline_stage.StageConfig, "to_json", lambda config: {**to_json(config), "num_local_blocks": -1})
     with pytest.raises((ConfigError, WorkerError), match=r"failed in loading weights of stage \d \(layers"):
         LLM("demo", pipeline_parallel_size=2, **OPTIONS)
 
