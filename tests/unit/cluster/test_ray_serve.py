@@ -107,7 +107,7 @@ def start_ray(ray, num_tries=4):
     options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
     for number in range(num_tries):
         try:
-            ray.init(address="local", **options)
+            ray.init(address="local", _node_ip_address="127.0.0.1", **options)
         except Exception as error:
             ray.shutdown()
             if "timed out during startup" not in str(error) or number == num_tries - 1:

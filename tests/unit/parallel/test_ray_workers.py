@@ -112,14 +112,22 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize("sizes", ["tensor_parallel_size=2", "pipeline_parallel_size=2"])
 def test_ray_itself_starts_an_engine_of_two_ranks(sizes):
     code = (
+        "import ray\n"
         "from quire import LLM, SamplingParams\n"
+        "options = {'num_cpus': 2, 'object_store_memory': 80 << 20, 'include_dashboard': False}\n"
+        "ray.init(address='local', _node_ip_address='127.0.0.1', **options)\n"
         f"llm = LLM('demo', {sizes}, num_threads=1, num_kv_blocks=64, distributed_executor_backend='ray')\n"
         "out = llm.generate(['It was a cold'], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)\n"
         "print(len(out[0].outputs[0].token_ids), {rank.state for rank in llm.llm_engine.stats.ranks})\n"
         "llm.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment_with_quire(), capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code],
+        env=environment_with_quire() | {"RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "4 {'ready'}" in done.stdout
