@@ -33,9 +33,9 @@ class CountedGraphs(StepGraphs):
         super().__init__()
         self.keys = []
 
-    def run(self, key, step):
+    def run(self, key, step, exchange=None):
         self.keys.append(key)
-        super().run(key, step)
+        super().run(key, step, exchange)
 
 
 def make_stepper(device, max_num_seqs, library=None, adapters=None):
