@@ -12,7 +12,8 @@ if not hasattr(native, "attend"):
     pytest.skip("the native kernels were built without attention", allow_module_level=True)
 
 ISAS = native.supported_isas()
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "r4": torch.uint8, "k8v4": torch.uint8, "f8": torch.uint8}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "r4": torch.uint8}
+DTYPES |= {"k8v4": torch.uint8, "f8": torch.uint8}
 CODES = {"i8": ("int8", "int8"), "r4": ("rotated4", "rotated4"), "k8v4": ("int8", "rotated4"), "f8": ("fp8", "fp8")}
 ELEMENTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
