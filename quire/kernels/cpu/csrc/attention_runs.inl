@@ -24,12 +24,12 @@ QUIRE_INLINE void split_pair(I32 pair, F32& low, F32& high) {
     high = as_f32(upper_half(pair));
 }
 
-// The values of codes of f8, one in each lane, none NaN.
+// The values of codes of f8, one in each lane, none NaN. Read as a number with a leading one, x = m / 8 * 2^-6 of exponent 0 becomes
+// 2^-7 + x / 2, which is below 2^-6: the sum is x. No comparisons: masks are slow where they are not registers of their own.
 QUIRE_INLINE F32 float8_values(I32 codes) {
-    const I32 sign = shift_left<24>(codes & set1(0x80)), magnitude = codes & set1(0x7f);
-    const F32 least = to_f32(magnitude) * set1(0x1p-9f);  // of exponent 0
-    const F32 normal = as_f32(shift_left<20>(magnitude) + set1((127 - 7) << 23));
-    return as_f32(as_i32(select(magnitude < set1(8), least, normal)) | sign);
+    const F32 normal = as_f32(shift_left<20>(codes & set1(0x7f)) + set1((127 - 7) << 23));
+    const F32 value = normal + min(normal - set1(0x1p-6f), zero());
+    return as_f32(as_i32(value) | shift_left<24>(codes & set1(0x80)));
 }
 
 // The codes of x, |x| <= 448 or NaN, rounded to nearest even; that of NaN is 0.
@@ -54,15 +54,17 @@ QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
     }
 }
 
-// Two rows of 16 numbers of FORMAT, `apart` elements from each other, of which `lanes` are read.
+// Two rows of 16 numbers of FORMAT, `apart` elements from each other, of which the first `count` are read.
 template <KvFormat FORMAT>
-QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, Mask lanes, F32& low, F32& high) {
+QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, i32 count, F32& low, F32& high) {
+    const Mask lanes = first_lanes(count);
     if constexpr (FORMAT == KvFormat::f32) {
         low = load(reinterpret_cast<const float*>(from) + at, lanes);
         high = load(reinterpret_cast<const float*>(from) + at + apart, lanes);
     } else if constexpr (FORMAT == KvFormat::f8) {
-        low = float8_values(load_u8(from + at, lanes));
-        high = float8_values(load_u8(from + at + apart, lanes));
+        const u8 *first = from + at, *second = first + apart;
+        low = float8_values(count >= 16 ? load_u8(first) : load_u8(first, lanes));
+        high = float8_values(count >= 16 ? load_u8(second) : load_u8(second, lanes));
     } else {
         low = load_s8(reinterpret_cast<const i8*>(from) + at, lanes);
         high = load_s8(reinterpret_cast<const i8*>(from) + at + apart, lanes);
@@ -95,7 +97,7 @@ static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u
         if constexpr (FORMAT == KvFormat::bf16)
             split_pair(load(reinterpret_cast<const i32*>(from) + d / 2 * RUN), low, high);
         else
-            get_two<FORMAT>(from, static_cast<i64>(d) * RUN, RUN, first_lanes(16), low, high);
+            get_two<FORMAT>(from, static_cast<i64>(d) * RUN, RUN, 16, low, high);
         put_two<Kind, FORMAT>(to, 64, low, high);
         if (bytes_of(FORMAT, 2) > 2 || d % 4 == 0) fetch<1>(next.ahead, line++);
         if (FORMAT == KvFormat::f32) fetch<1>(next.ahead, line++);
@@ -122,12 +124,11 @@ static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim,
             }
         }
         for (; d < head_dim; d += 16) {
-            const Mask dims = first_lanes(head_dim - d);
             F32 low, high;
             if constexpr (FORMAT == KvFormat::bf16)
-                split_pair(load(reinterpret_cast<const i32*>(from) + pair / 2 + d, dims), low, high);
+                split_pair(load(reinterpret_cast<const i32*>(from) + pair / 2 + d, first_lanes(head_dim - d)), low, high);
             else
-                get_two<FORMAT>(from, pair + d, head_dim, dims, low, high);
+                get_two<FORMAT>(from, pair + d, head_dim, head_dim - d, low, high);
             put_two<Kind, FORMAT>(to + d * 4, stride, low, high);
         }
     }
