@@ -14,6 +14,7 @@ _CACHES = {
     "bf16": ("bf16", torch.bfloat16, torch.bfloat16),
     "f32": ("f32", torch.float32, torch.float32),
     "int8": ("i8", torch.int8, torch.int8),
+    "fp8": ("f8", torch.float8_e4m3fn, torch.float8_e4m3fn),
     "k8v4": ("k8v4", torch.int8, torch.uint8),
     "turboquant_4bit": ("r4", torch.uint8, torch.uint8),
 }
@@ -27,7 +28,7 @@ def _head_bytes(number_format: str, dim: int) -> int:
 
 
 def _is_quantised(number_format: str) -> bool:
-    return not _CACHES[number_format][1].is_floating_point
+    return number_format not in ("bf16", "f32")
 
 
 def _row_size(dtype: torch.dtype, dim: int) -> int:
@@ -67,7 +68,7 @@ def attention_case(
 ) -> KernelCase:
     """Return attention of the last num_queries of `length` tokens of each sequence.
 
-    name  format of the cache (bf16, f32, int8, k8v4, turboquant_4bit), and the text that the case is shown with
+    name  format of the cache (bf16, f32, int8, fp8, k8v4, turboquant_4bit), and the text that the case is shown with
     """
     native, heads, kv_heads, dim = setup.native, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     blocks = num_sequences * -(-length // _BLOCK_SIZE)

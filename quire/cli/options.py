@@ -88,7 +88,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "int8", "fp8", "turboquant_4bit", "k8v4"),
-        help="auto: the model's; int8, fp8 (GPU): half; turboquant_4bit, k8v4: about a quarter, 2/5",
+        help="auto: the model's; int8, fp8: half; turboquant_4bit, k8v4: about a quarter, 2/5",
     )
     group.add_argument(
         "--kv-cache-dtype-skip-layers",

@@ -55,7 +55,7 @@ class EngineConfig:
     allow_missing_head      use the embedding as the output head, with a warning, where a checkpoint that is not tied has no
                             lm_head.weight; otherwise that is an error. The model itself only, not a draft model
     kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the
-                            same, only on a GPU; "turboquant_4bit": about a quarter, rotated vectors with sixteen levels;
+                            same, in e4m3; "turboquant_4bit": about a quarter, rotated vectors with sixteen levels;
                             "k8v4": keys in int8 and values in turboquant_4bit
     kv_cache_dtype_skip_layers  layers that keep the KV cache in the model's dtype, where kv_cache_dtype is a quantised format:
                             their numbers, negative ones from the end, such as (0, -1). Only on a CPU, with one rank. None: none

@@ -40,8 +40,6 @@ def check_kv_format(kv_format: str, head_dims: Collection[int], has_recurrent_st
     bits = QUANTIZED_KV_BITS.get(kv_format)
     if bits is None:
         return
-    if not is_gpu and kv_format == "fp8":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'")
     if has_recurrent_state:
         raise ConfigError(f"kv_cache_dtype {kv_format!r} is not supported where layers have a recurrent state; choose 'auto'")
     if 4 not in bits:
@@ -55,7 +53,7 @@ def check_kv_format(kv_format: str, head_dims: Collection[int], has_recurrent_st
         if dim > MAX_ROTATED_DIM:
             raise ConfigError(
                 f"kv_cache_dtype {kv_format!r} allows heads of at most {MAX_ROTATED_DIM} values, but this model has heads of "
-                f"{dim}; choose 'auto' or 'int8'"
+                f"{dim}; choose 'auto', 'int8' or 'fp8'"
             )
 
 

@@ -42,7 +42,7 @@ class PlanMirror(Protocol):
         ...
 
 
-_KV_FORMATS: dict[KvDtype, int] = {"bfloat16": 0, "float32": 1, "int8": 2, "turboquant_4bit": 3, "k8v4": 4}
+_KV_FORMATS: dict[KvDtype, int] = {"bfloat16": 0, "float32": 1, "int8": 2, "turboquant_4bit": 3, "k8v4": 4, "fp8": 5}
 """KvFormat in csrc/attention.h."""
 _RUN = 16
 """Tokens that the layout of the cache keeps together, RUN in csrc/attention.h."""
@@ -383,6 +383,8 @@ class NativeDecoder:
         See csrc/attention.h for the layout. Not of formats that keep rotated keys.
         """
         stored = kv.k[layer][block_ids]
+        if kv.spec.dtype_of(layer) == "fp8":
+            stored = stored.view(torch.float8_e4m3fn)
         num_blocks, num_heads, size, dim = stored.shape
         if stored.dtype == torch.bfloat16:
             keys = stored.view(num_blocks, num_heads, -1, dim // 2, _RUN, 2).transpose(3, 4)

@@ -153,7 +153,7 @@ def choose_kv_format(shape: ModelShape, kv_format: str, is_gpu: bool, has_float8
     if wanted not in KV_FORMATS:
         raise ConfigError(f"--kv-cache-dtype must be auto or one of {', '.join(KV_FORMATS)}, got {kv_format!r}")
     check_kv_format(wanted, shape.head_dims, shape.state_bytes > 0, is_gpu)
-    if wanted == "fp8" and not has_float8:
+    if wanted == "fp8" and is_gpu and not has_float8:
         raise ConfigError("--kv-cache-dtype 'fp8' needs a GPU of compute capability 8.9 or later; choose 'auto' or 'int8'")
     return "float32" if kv_format == "auto" and wanted == "float16" and not is_gpu else wanted
 
@@ -162,7 +162,7 @@ def usable_kv_formats(shape: ModelShape, is_gpu: bool, has_float8: bool = True) 
     """Return the quantised formats that an engine has for a model on such a device."""
     found: list[str] = []
     for name in QUANTIZED_KV_BITS:
-        if name == "fp8" and not has_float8:
+        if name == "fp8" and is_gpu and not has_float8:
             continue
         with suppress(ConfigError):
             check_kv_format(name, shape.head_dims, shape.state_bytes > 0, is_gpu)

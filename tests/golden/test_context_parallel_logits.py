@@ -161,7 +161,7 @@ def test_logits_of_every_kind_are_the_same_bits_on_ranks_that_share_the_tokens(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", "turboquant_4bit", "k8v4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "turboquant_4bit", "k8v4"])
 def test_logits_with_quantised_caches_are_the_same_bits(checkpoint, kv_dtype):
     _compare(checkpoint("llama-mqa", "v5"), "bfloat16", [*_layouts(["three"]), (1, 1, 2)], kv_dtype)
 

@@ -376,8 +376,8 @@ std::vector<Case> all_cases(const Kernels& portable) {
     }
     if (portable.linear != nullptr)
         for (const LinearShape& shape : linear_shapes) cases.push_back({std::string("linear ") + shape.name, [&shape](const Kernels& kernels) { return run_linear(kernels, shape); }});
-    const char* const formats[] = {"bf16", "f32", "i8", "r4", "k8v4"};
-    for (int format = 0; format < 5 && portable.attention != nullptr; ++format)
+    const char* const formats[] = {"bf16", "f32", "i8", "r4", "k8v4", "f8"};
+    for (int format = 0; format < 6 && portable.attention != nullptr; ++format)
         for (int variant = 0; variant < 3; ++variant)
             cases.push_back({std::string("attention ") + formats[format] + " " + std::to_string(variant), [=](const Kernels& kernels) {
                 return run_attention(kernels, static_cast<KvFormat>(format), format == 0 || (format > 1 && variant != 1), variant == 1 ? 17 : 0, variant == 2 ? 5.0f : 0.0f, variant != 0);

@@ -1,6 +1,7 @@
 """Quantised formats of the KV cache: how a vector (one token and head of K or V) becomes codes and one scale, and back.
 
 int8      code * scale, the scale being max |x| / 127
+fp8       the same with codes of e4m3, whose largest is 448: the scale is max |x| / 448
 rotated4  the vector is rotated by a fixed orthogonal matrix, which spreads outliers over all of its values; what it becomes is
           close to normally distributed. Each value is divided by the root mean square and rounded to one of sixteen levels. The
           scale is the one with the least squared error. After "TurboQuant" (https://arxiv.org/abs/2504.19874), without its
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from quire.contracts.kv_spec import KvDtype
 
-KvCode = Literal["int8", "rotated4"]
+KvCode = Literal["int8", "fp8", "rotated4"]
 
 KV_CODES: dict[KvDtype, tuple[KvCode, KvCode]] = {
     "int8": ("int8", "int8"),
+    "fp8": ("fp8", "fp8"),
     "turboquant_4bit": ("rotated4", "rotated4"),
     "k8v4": ("int8", "rotated4"),
 }
@@ -68,14 +70,16 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, code: KvCode) -> tuple[Tensor, Tensor]:
-    """Return the codes [..., D] and the scales [...] f32 of vectors [..., D] f32: i8, or u8 of 0 to 15 for "rotated4".
+    """Return the codes [..., D] and the scales [...] f32 of vectors [..., D] f32: i8, float8_e4m3fn for "fp8", or u8 of
+    0 to 15 for "rotated4".
 
     The scale of zeros is 0, that of a vector with a NaN or an infinity is not finite.
     """
-    if code == "int8":
-        scales = x.abs().amax(-1) / 127
-        codes = (x / scales.where(scales > 0, torch.ones(()))[..., None]).round()
-        return codes.nan_to_num(0).clamp(-127, 127).to(torch.int8), scales
+    if code != "rotated4":
+        largest = 127 if code == "int8" else 448
+        scales = x.abs().amax(-1) / largest
+        codes = (x / scales.where(scales > 0, torch.ones(()))[..., None]).nan_to_num(0).clamp(-largest, largest)
+        return codes.round().to(torch.int8) if code == "int8" else codes.to(torch.float8_e4m3fn), scales
     highest = x.abs().amax(-1, keepdim=True)
     rotated = rotate(x / highest.where(highest > 0, torch.ones(())))
     squares = rotated.square().sum(-1, keepdim=True)
@@ -87,6 +91,6 @@ def quantize(x: Tensor, code: KvCode) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, code: KvCode) -> Tensor:
     """Return the vectors [..., D] f32 that codes and scales stand for."""
-    if code == "int8":
+    if code != "rotated4":
         return codes.float() * scales[..., None]
     return unrotate(torch.tensor(LEVELS)[codes.long()] * scales[..., None])

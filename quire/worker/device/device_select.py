@@ -10,7 +10,6 @@ import torch
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
-from quire.contracts.kv_spec import check_kv_format
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.triton.device_traits import DeviceTraits
 
@@ -121,7 +120,6 @@ def _what_it_lacks(device: torch.device) -> str | None:
 
 
 def _refuse_on_cpu(config: EngineConfig) -> None:
-    check_kv_format(config.kv_cache_dtype, (), False, is_gpu=False)
     if config.attention_backend in ATTENTION_LIBRARIES:
         raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
     if config.tile_table is not None:

@@ -38,7 +38,7 @@ def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path,
     assert formats == {"bf16", "bf12", "f32", "f16", "int8", "int4", "fp8"}
     for kernel in ("attention", "store"):
         formats = {result["number_format"] for result in record["results"] if result["kernel"] == kernel}
-        assert formats == {"bf16", "f32", "int8", "k8v4", "turboquant_4bit"}
+        assert formats == {"bf16", "f32", "int8", "fp8", "k8v4", "turboquant_4bit"}
     for result in record["results"]:
         assert result["seconds"] > 0
         assert result["bandwidth_share"] == pytest.approx(result["bytes_per_s"] / result["machine_bytes_per_s"])

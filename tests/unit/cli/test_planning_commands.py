@@ -121,7 +121,6 @@ def test_simulate_with_a_measurement(steps_record, tiny_model, capsys):
         (["--hardware", "h900"], "--hardware must be one of h100"),
         (["--hardware", "h100", "--quantization", "int3"], "--quantization must be auto or one of"),
         (["--hardware", "h100", "--kv-cache-dtype", "int2"], "--kv-cache-dtype must be auto or one of"),
-        (["--hardware", "epyc-9654", "--kv-cache-dtype", "fp8"], "kv_cache_dtype 'fp8' needs a GPU"),
         (["--hardware", "a100", "--kv-cache-dtype", "fp8"], "'fp8' needs a GPU of compute capability 8.9 or later"),
         (["--hardware", "l4", "--kv-cache-dtype-skip-layers", "0"], "--kv-cache-dtype-skip-layers is not supported on a GPU"),
         (["--hardware", "epyc-9654", "--kv-cache-dtype-skip-layers", "0"], "needs a quantised --kv-cache-dtype"),

@@ -77,7 +77,7 @@ def test_prompts_may_be_computed_by_a_prefill_engine(folder, monkeypatch):
         llm.close()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "turboquant_4bit"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "k8v4", "turboquant_4bit"])
 @needs_native
 def test_quantised_caches_are_compressed_where_keys_can_be_read(folder, dtype):
     llm = start(folder, kv_cache_dtype=dtype, dtype="bfloat16")

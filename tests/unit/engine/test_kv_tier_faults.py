@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_the_engine_runs_without(
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("other", ["int8", "turboquant_4bit", "k8v4"])
+@pytest.mark.parametrize("other", ["int8", "fp8", "turboquant_4bit", "k8v4"])
 def test_pages_of_another_format_are_not_found(options, expected, other):
     fill({**options, "kv_cache_dtype": other})
     with make_llm(**options) as llm:

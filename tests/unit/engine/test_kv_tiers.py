@@ -47,11 +47,12 @@ PROMPTS = [PREFIX, *OTHERS, PREFIX, PREFIX + OTHERS[0][:90], OTHERS[1]]
     [
         {},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "turboquant_4bit"},
         {"kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0, -1)},
         {"dtype": "float32"},
     ],
-    ids=["bf16", "int8", "4-bit", "k8v4", "f32"],
+    ids=["bf16", "int8", "fp8", "4-bit", "k8v4", "f32"],
 )
 def test_tokens_are_those_of_a_cold_engine(options):
     with make_llm(enable_prefix_caching=False, **options) as cold:

@@ -73,12 +73,13 @@ def patient(monkeypatch):
     [
         {},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "turboquant_4bit"},
         {"kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0, -1)},
         {"dtype": "float32"},
         {"quantization": "int8"},
     ],
-    ids=["bf16", "int8-kv", "4-bit-kv", "k8v4-kv", "f32", "int8-weights"],
+    ids=["bf16", "int8-kv", "fp8-kv", "4-bit-kv", "k8v4-kv", "f32", "int8-weights"],
 )
 def test_tokens_are_those_of_one_engine(tmp_path, options):
     with make_llm(enable_prefix_caching=False, **options) as cold:

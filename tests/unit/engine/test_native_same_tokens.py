@@ -33,6 +33,7 @@ PRECISIONS = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "bf16-4-bit-cache": {"dtype": "bfloat16", "kv_cache_dtype": "turboquant_4bit"},
+    "bf16-fp8-cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "f32-k8v4-cache-but-for-layer-0": {"dtype": "float32", "kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0,)},
 }
 

@@ -72,7 +72,7 @@ def test_errors_stay_when_some_values_are_large(dim):
     assert difference.mean().abs() < 1e-3
 
 
-@pytest.mark.parametrize("code", ["int8", "rotated4"])
+@pytest.mark.parametrize("code", ["int8", "fp8", "rotated4"])
 def test_zeros_and_what_is_not_finite(code):
     x = vectors(64)[:5]
     x[0] = 0
@@ -93,7 +93,16 @@ def test_int8_errs_by_half_a_step():
     assert ((dequantize(codes, scales, "int8") - x).abs() <= scales[:, None] * 0.5001).all()
 
 
-@pytest.mark.parametrize(("dtype", "ratio"), [("int8", 1.93), ("k8v4", 2.56), ("turboquant_4bit", 3.7)])
+def test_fp8_errs_by_a_part_in_sixteen_or_half_a_step_of_the_least_exponent():
+    x = vectors(64)
+    codes, scales = quantize(x, "fp8")
+    error = (dequantize(codes, scales, "fp8") - x).abs()
+    assert codes.dtype == torch.float8_e4m3fn
+    assert (codes.float().abs().amax(-1) == 448).all()
+    assert (error <= torch.maximum(x.abs() / 16, scales[:, None] * 2.0**-10) * 1.0001).all()
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [("int8", 1.93), ("fp8", 1.93), ("k8v4", 2.56), ("turboquant_4bit", 3.7)])
 def test_so_many_times_the_tokens_of_bfloat16_fit_at_head_size_128(dtype, ratio):
     shapes = ((8, 128),) * 4
     assert KvSpec(16, "bfloat16", shapes).bytes_per_token / KvSpec(16, dtype, shapes).bytes_per_token >= ratio

@@ -40,7 +40,7 @@ def test_memory_is_taken_only_as_blocks_are_written():
 
 
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["all-layers", "but-for-layer-1"])
-@pytest.mark.parametrize("dtype", ["int8", "turboquant_4bit", "k8v4"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "turboquant_4bit", "k8v4"])
 def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped):
     spec = KvSpec(16, dtype, ((2, 8), (1, 64))).with_layers(skipped, "bfloat16")
     assert spec.part(1, 2).bytes_per_token == (256 if skipped else KvSpec(16, dtype, ((1, 64),)).bytes_per_token)

@@ -244,9 +244,28 @@ def test_logits_of_stored_integers_are_the_same_to_the_bit_in_random_batches(tmp
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
-def test_logits_are_the_same_to_the_bit_when_the_cache_is_int8(tiny_family, precision):
-    check_mixtures(build(tiny_family, precision), seed=3, kv_dtype="int8")
+def test_logits_are_the_same_to_the_bit_when_the_cache_has_eight_bits(tiny_family, precision, kv_dtype):
+    check_mixtures(build(tiny_family, precision), seed=3, kv_dtype=kv_dtype)
+
+
+def test_keys_of_a_cache_are_read_as_they_were_stored_but_for_rounding(tmp_path):
+    decoder = build(write_checkpoint(tmp_path / "model", "qwen3"), "f32")
+    sequences = random_sequences(decoder.spec.vocab_size, random.Random(8))[4:5]
+    found = {}
+    for kv_dtype in ("float32", "bfloat16", "int8", "fp8", "k8v4"):
+        bench = Bench(decoder, sequences, random.Random(9), kv_dtype)
+        bench.step([(0, len(sequences[0]))])
+        # Those of the first layer depend on no other keys.
+        found[kv_dtype] = decoder.cached_keys(bench.kv, 0, bench.tables[0])[:, : len(sequences[0])]
+    exact = found["float32"]
+    largest = exact.abs().amax(-1, keepdim=True)
+    errors = {"bfloat16": exact.abs() / 2**8, "int8": largest / 253, "fp8": exact.abs() / 15 + largest / 448 / 2**10}
+    errors["k8v4"] = errors["int8"]
+    assert largest.min() > 0.01
+    for kv_dtype, error in errors.items():
+        assert ((found[kv_dtype] - exact).abs() <= error).all(), kv_dtype
 
 
 @pytest.mark.covering

@@ -37,7 +37,7 @@ def test_memory_is_that_of_the_engine(model, precision, kv_format):
     assert 0.3 < (planned.activation_bytes + planned.runtime_bytes) / memory.activation_bytes <= 1
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "k8v4", "turboquant_4bit"])
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "k8v4", "turboquant_4bit"])
 def test_layers_that_keep_the_models_format_are_counted_as_in_the_engine(kv_format):
     options = {"model": "demo", "device": "cpu", "num_kv_blocks": 100}
     kv = inspect_model(EngineConfig(**options, kv_cache_dtype=kv_format, kv_cache_dtype_skip_layers=(0, -1))).memory.kv

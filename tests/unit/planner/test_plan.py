@@ -202,12 +202,12 @@ def test_wrong_questions_are_refused(changes, message):
 def test_kv_formats_are_those_that_an_engine_has_on_the_device():
     shape = replace(qwen3_06b(), head_dims=(96, 128))
     assert usable_kv_formats(shape, is_gpu=True) == ["int8", "fp8"]
-    assert usable_kv_formats(shape, is_gpu=False) == ["int8", "turboquant_4bit", "k8v4"]
+    assert usable_kv_formats(shape, is_gpu=False) == ["int8", "fp8", "turboquant_4bit", "k8v4"]
+    assert usable_kv_formats(shape, is_gpu=True, has_float8=False) == ["int8"]
     assert usable_kv_formats(replace(shape, state_bytes=100), is_gpu=True) == []
     with pytest.raises(ConfigError, match="on a GPU, heads of a power of two of values .* heads of 96"):
         choose_kv_format(shape, "k8v4", is_gpu=True)
-    with pytest.raises(ConfigError, match="'fp8' needs a GPU"):
-        choose_kv_format(shape, "fp8", is_gpu=False)
+    assert choose_kv_format(shape, "fp8", is_gpu=False, has_float8=False) == "fp8"
     half = replace(shape, dtype="float16")
     assert [choose_kv_format(half, "auto", is_gpu) for is_gpu in (False, True)] == ["float32", "float16"]
 

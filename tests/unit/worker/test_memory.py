@@ -106,7 +106,7 @@ def test_lists_of_layers_that_cannot_be_meant_are_refused(options, text):
         EngineConfig(model="demo", **options)
 
 
-@pytest.mark.parametrize("name", ["int8", "k8v4", "turboquant_4bit"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "k8v4", "turboquant_4bit"])
 def test_quantised_formats_are_refused_without_native_kernels(tiny_model, name):
     with pytest.raises(ConfigError, match=f"kv_cache_dtype '{name}' needs the native kernels"):
         inspect_model(EngineConfig(model=str(tiny_model), kv_cache_dtype=name, block_size=4))

@@ -6,13 +6,13 @@ namespace quire {
 
 // One layer's keys or values: blocks of block_size tokens (a multiple of 16), in a block the heads one after the other, in a head
 // runs of 16 tokens. The runs are laid out for the kernels, not as [token][dim]:
-//   keys    bf16 [D / 2][16][2]   f32 [D][16]    i8 [D][16]     r4 [D / 2][16]
-//   values  bf16 [8][D][2]        f32 [16][D]    i8 [16][D]     r4 [16][D / 2]    (bf16: pairs of tokens)
-// i8: value = scale * code. r4: rotated values = scale * level of code, see attention_rotation.inl, D at most MAX_ROTATED_DIM; a byte holds
+//   keys    bf16 [D / 2][16][2]   f32 [D][16]    i8, f8 [D][16]   r4 [D / 2][16]
+//   values  bf16 [8][D][2]        f32 [16][D]    i8, f8 [16][D]   r4 [16][D / 2]    (bf16: pairs of tokens)
+// i8, f8 (e4m3): value = scale * code. r4: rotated values = scale * level of code, see attention_rotation.inl, D at most MAX_ROTATED_DIM; a byte holds
 // the codes of two dims, the first in its low half: of keys d and d + 1, of values d and d + D / 2. k8v4: keys of i8, values of r4.
 // All of these have one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
 // D is even.
-enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2, r4 = 3, k8v4 = 4 };
+enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2, r4 = 3, k8v4 = 4, f8 = 5 };
 constexpr i32 MAX_ROTATED_DIM = 2048;
 
 static inline KvFormat key_format(KvFormat format) { return format == KvFormat::k8v4 ? KvFormat::i8 : format; }

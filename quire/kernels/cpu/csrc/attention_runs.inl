@@ -24,10 +24,27 @@ QUIRE_INLINE void split_pair(I32 pair, F32& low, F32& high) {
     high = as_f32(upper_half(pair));
 }
 
+// The values of codes of f8, one in each lane, none NaN. Read as a number with a leading one, x = m / 8 * 2^-6 of exponent 0 becomes
+// 2^-7 + x / 2, which is below 2^-6: the sum is x. No comparisons: masks are slow where they are not registers of their own.
+QUIRE_INLINE F32 float8_values(I32 codes) {
+    const F32 normal = as_f32(shift_left<20>(codes & set1(0x7f)) + set1((127 - 7) << 23));
+    const F32 value = normal + min(normal - set1(0x1p-6f), zero());
+    return as_f32(as_i32(value) | shift_left<24>(codes & set1(0x80)));
+}
+
+// The codes of x, |x| <= 448 or NaN, rounded to nearest even; that of NaN is 0.
+QUIRE_INLINE I32 float8_codes(F32 x) {
+    const I32 u = as_i32(x), magnitude = u & set1(0x7fffffff);
+    const I32 least = to_i32(abs(x) * set1(0x1p9f));
+    const I32 normal = shift_right<20>(magnitude + (shift_right<20>(u) & set1(1)) + set1(0x7ffff)) + set1(-8 * (127 - 7));
+    const I32 code = select(abs(x) < set1(0x1p-6f), least, normal) | (shift_right<24>(u) & set1(0x80));
+    return select(is_nan(x), set1(0), code);
+}
+
 // Two numbers per lane in the form of Kind: one vector of pairs, or two vectors `stride` bytes apart.
 template <class Kind, KvFormat FORMAT>
 QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
-    if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {  // eight bits need no rounding
+    if constexpr (Kind::is_bf16 && (FORMAT == KvFormat::i8 || FORMAT == KvFormat::f8)) {  // eight bits need no rounding
         store(reinterpret_cast<i32*>(to), shift_right<16>(as_i32(low)) | as_i32(high));
     } else if constexpr (Kind::is_bf16) {
         store(reinterpret_cast<i32*>(to), shift_right<16>(round_bits(low)) | upper_half(round_bits(high)));
@@ -37,12 +54,17 @@ QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
     }
 }
 
-// Two rows of 16 numbers of FORMAT, `apart` elements from each other, of which `lanes` are read.
+// Two rows of 16 numbers of FORMAT, `apart` elements from each other, of which the first `count` are read.
 template <KvFormat FORMAT>
-QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, Mask lanes, F32& low, F32& high) {
+QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, i32 count, F32& low, F32& high) {
+    const Mask lanes = first_lanes(count);
     if constexpr (FORMAT == KvFormat::f32) {
         low = load(reinterpret_cast<const float*>(from) + at, lanes);
         high = load(reinterpret_cast<const float*>(from) + at + apart, lanes);
+    } else if constexpr (FORMAT == KvFormat::f8) {
+        const u8 *first = from + at, *second = first + apart;
+        low = float8_values(count >= 16 ? load_u8(first) : load_u8(first, lanes));
+        high = float8_values(count >= 16 ? load_u8(second) : load_u8(second, lanes));
     } else {
         low = load_s8(reinterpret_cast<const i8*>(from) + at, lanes);
         high = load_s8(reinterpret_cast<const i8*>(from) + at + apart, lanes);
@@ -75,9 +97,9 @@ static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u
         if constexpr (FORMAT == KvFormat::bf16)
             split_pair(load(reinterpret_cast<const i32*>(from) + d / 2 * RUN), low, high);
         else
-            get_two<FORMAT>(from, static_cast<i64>(d) * RUN, RUN, first_lanes(16), low, high);
+            get_two<FORMAT>(from, static_cast<i64>(d) * RUN, RUN, 16, low, high);
         put_two<Kind, FORMAT>(to, 64, low, high);
-        fetch<1>(next.ahead, line++);
+        if (bytes_of(FORMAT, 2) > 2 || d % 4 == 0) fetch<1>(next.ahead, line++);
         if (FORMAT == KvFormat::f32) fetch<1>(next.ahead, line++);
     }
 }
@@ -102,12 +124,11 @@ static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim,
             }
         }
         for (; d < head_dim; d += 16) {
-            const Mask dims = first_lanes(head_dim - d);
             F32 low, high;
             if constexpr (FORMAT == KvFormat::bf16)
-                split_pair(load(reinterpret_cast<const i32*>(from) + pair / 2 + d, dims), low, high);
+                split_pair(load(reinterpret_cast<const i32*>(from) + pair / 2 + d, first_lanes(head_dim - d)), low, high);
             else
-                get_two<FORMAT>(from, pair + d, head_dim, dims, low, high);
+                get_two<FORMAT>(from, pair + d, head_dim, head_dim - d, low, high);
             put_two<Kind, FORMAT>(to + d * 4, stride, low, high);
         }
     }
@@ -152,6 +173,7 @@ static void convert_keys(KvFormat format, const u8* from, const AheadOfRun& next
     if (format == KvFormat::bf16) return convert_keys<Kind, KvFormat::bf16>(from, next, head_dim, to);
     if (format == KvFormat::f32) return convert_keys<Kind, KvFormat::f32>(from, next, head_dim, to);
     if (format == KvFormat::r4) return convert_level_keys<Kind>(from, next, head_dim, to);
+    if (format == KvFormat::f8) return convert_keys<Kind, KvFormat::f8>(from, next, head_dim, to);
     convert_keys<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
@@ -161,6 +183,7 @@ static void convert_values(KvFormat format, const u8* from, const AheadOfRun& ne
     if (format == KvFormat::bf16) return convert_values<Kind, KvFormat::bf16>(from, next, head_dim, to);
     if (format == KvFormat::f32) return convert_values<Kind, KvFormat::f32>(from, next, head_dim, to);
     if (format == KvFormat::r4) return convert_level_values<Kind>(from, next, head_dim, to);
+    if (format == KvFormat::f8) return convert_values<Kind, KvFormat::f8>(from, next, head_dim, to);
     convert_values<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
@@ -214,8 +237,9 @@ static void store_f32_head(i32 dim, int token, float* keys, float* values, const
     }
 }
 
-// Write x as codes, `step` apart, and return their scale: 0 for zeros, NaN if x has a NaN.
-static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
+// Write x as codes of i8, or of f8, `step` apart, and return their scale: 0 for zeros, NaN if x has a NaN.
+static float store_codes(KvFormat format, i32 dim, u8* codes, i64 step, const float* x) {
+    const float largest = format == KvFormat::f8 ? 448.0f : 127.0f;
     F32 highest = zero();
     u32 nans = 0;
     for (i32 d = 0; d < dim; d += 16) {
@@ -223,14 +247,15 @@ static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
         highest = max(abs(part), highest);
         nans |= bits(is_nan(part));
     }
-    const float scale = nans != 0 ? __builtin_nanf("") : max_lanes(highest) / 127.0f;
+    const float scale = nans != 0 ? __builtin_nanf("") : max_lanes(highest) / largest;
     alignas(64) i32 rounded[16];
     for (i32 d = 0; d < dim; d += 16) {
         const int count = smaller(16, dim - d);
         // A scale that is flushed to 0 must not give 0 / 0.
-        const F32 part = scale == 0.0f ? zero() : load(x + d, first_lanes(count)) / set1(scale);
-        store(rounded, to_i32(max(set1(-127.0f), min(set1(127.0f), part))));
-        for (int i = 0; i < count; ++i) codes[(d + i) * step] = static_cast<i8>(rounded[i]);
+        F32 part = scale == 0.0f ? zero() : load(x + d, first_lanes(count)) / set1(scale);
+        part = max(set1(-largest), min(set1(largest), part));
+        store(rounded, format == KvFormat::f8 ? float8_codes(part) : to_i32(part));
+        for (int i = 0; i < count; ++i) codes[(d + i) * step] = static_cast<u8>(rounded[i]);
     }
     return scale;
 }
@@ -252,7 +277,7 @@ static float store_level_value(i32 dim, int token, u8* values, const float* x) {
 
 // Copy the key of a token of one run to a place of another; `from` and `to` are the runs' starts, format is that of the keys.
 static void copy_key(KvFormat format, i32 dim, const u8* from, int from_token, u8* to, int to_token) {
-    if (format == KvFormat::i8 || format == KvFormat::r4) {
+    if (has_scales(format)) {
         for (i32 d = 0; d < bytes_of(format, dim); ++d) to[d * RUN + to_token] = from[d * RUN + from_token];
         return;
     }
@@ -302,12 +327,13 @@ static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_hea
             store_f32_head(dim, token, static_cast<float*>(kv.keys) + run, static_cast<float*>(kv.values) + run, keys, values);
         } else {
             const i64 scale = scale_element(kv, block, head, offset);
-            u8* const key = static_cast<u8*>(kv.keys) + bytes_of(key_format(kv.format), run);
-            u8* const value = static_cast<u8*>(kv.values) + bytes_of(value_format(kv.format), run);
-            kv.key_scales[scale] = key_format(kv.format) == KvFormat::r4 ? store_level_key(dim, token, key, keys)
-                                                                        : store_codes(dim, reinterpret_cast<i8*>(key) + token, RUN, keys);
-            kv.value_scales[scale] = value_format(kv.format) == KvFormat::r4 ? store_level_value(dim, token, value, values)
-                                                                            : store_codes(dim, reinterpret_cast<i8*>(value) + token * dim, 1, values);
+            const KvFormat key_kind = key_format(kv.format), value_kind = value_format(kv.format);
+            u8* const key = static_cast<u8*>(kv.keys) + bytes_of(key_kind, run);
+            u8* const value = static_cast<u8*>(kv.values) + bytes_of(value_kind, run);
+            kv.key_scales[scale] = key_kind == KvFormat::r4 ? store_level_key(dim, token, key, keys)
+                                                            : store_codes(key_kind, dim, key + token, RUN, keys);
+            kv.value_scales[scale] = value_kind == KvFormat::r4 ? store_level_value(dim, token, value, values)
+                                                                : store_codes(value_kind, dim, value + token * dim, 1, values);
         }
     }
 }

@@ -28,7 +28,8 @@ KvFormat format_of(const std::string& name) {
     if (name == "i8") return KvFormat::i8;
     if (name == "r4") return KvFormat::r4;
     if (name == "k8v4") return KvFormat::k8v4;
-    throw std::invalid_argument("cache format '" + name + "' is not one of bf16, f32, i8, r4, k8v4");
+    if (name == "f8") return KvFormat::f8;
+    throw std::invalid_argument("cache format '" + name + "' is not one of bf16, f32, i8, r4, k8v4, f8");
 }
 
 void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 kv_heads, i32 head_dim, uintptr_t keys,

@@ -12,8 +12,10 @@ if not hasattr(native, "attend"):
     pytest.skip("the native kernels were built without attention", allow_module_level=True)
 
 ISAS = native.supported_isas()
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "r4": torch.uint8, "k8v4": torch.uint8}
-CODES = {"i8": ("int8", "int8"), "r4": ("rotated4", "rotated4"), "k8v4": ("int8", "rotated4")}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "r4": torch.uint8}
+DTYPES |= {"k8v4": torch.uint8, "f8": torch.uint8}
+CODES = {"i8": ("int8", "int8"), "r4": ("rotated4", "rotated4"), "k8v4": ("int8", "rotated4"), "f8": ("fp8", "fp8")}
+ELEMENTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 # Of max |v|. f32: the rounding of sums of up to 512 products and of e^x. bf16: weights are rounded to 8 bits, each by at most a
 # part in 2^9, while their sum is not; the rest as f32. Keys, values and q are rounded in the reference too, so cost nothing.
@@ -122,9 +124,10 @@ class Cache:
             keys = keys.view(*runs, s.head_dim // 2, 16).transpose(-1, -2).reshape(*shape, s.head_dim // 2)
             keys = torch.stack((keys & 15, keys >> 4), -1).flatten(-2)
         else:
-            keys = keys.view(torch.int8).view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(*shape, s.head_dim)
+            keys = keys.view(ELEMENTS[key_code]).view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(*shape, s.head_dim)
         # Values: the two halves of a vector.
-        values = torch.cat((values & 15, values >> 4), -1) if value_code == "rotated4" else values.view(torch.int8)
+        is_rotated = value_code == "rotated4"
+        values = torch.cat((values & 15, values >> 4), -1) if is_rotated else values.view(ELEMENTS[value_code])
         blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
         return tuple(
             (codes[blocks, :, offsets], scales[blocks, :, offsets])
@@ -206,6 +209,8 @@ SETUPS = {
     "r4-f32": Setup(cache="r4", is_bf16=False, block_size=32, has_sinks=True),
     "k8v4": Setup(cache="k8v4", head_dim=64),
     "k8v4-f32-dim18": Setup(cache="k8v4", is_bf16=False, head_dim=18),
+    "f8": Setup(cache="f8", head_dim=48),
+    "f8-f32-dim18": Setup(cache="f8", is_bf16=False, head_dim=18),
     "dim2-r4": Setup(cache="r4", head_dim=2),
     "dim80-r4-window": Setup(head_dim=80, cache="r4", window=300, softcap=3.0),
     "dim128-r4": Setup(head_dim=128, cache="r4", num_heads=8, kv_heads=1),
@@ -331,7 +336,7 @@ def test_long_decode_is_the_same_bits_when_cut_over_threads(isa):
 
 @pytest.mark.covering
 @EACH_ISA
-@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "r4", "k8v4", "dim72-window", "group3-window1", "window256-f32"])
+@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "r4", "k8v4", "f8", "dim72-window", "group3-window1", "window256-f32"])
 def test_nan_reaches_exactly_the_rows_that_see_it(name, isa):
     setup = SETUPS[name]
     clean = Cache(setup, [600], isa=isa)
@@ -369,6 +374,8 @@ def test_store_writes_only_its_token_when_others_of_the_run_are_filled(cache_for
             expected = dequantize(*quantize(given, code), code)
             is_same = ((stored - expected).abs() <= 1e-5 * given.norm(dim=-1, keepdim=True)).all(-1)
             assert is_same.float().mean() > 0.995
+        elif code == "fp8":
+            assert torch.equal(stored.float(), dequantize(*quantize(given, code), code))
         elif code == "int8":
             half_steps = given.abs().amax(-1, keepdim=True).double() / 127 * 0.5001
             assert ((stored - given.double()).abs() <= half_steps).all()
@@ -407,7 +414,23 @@ def test_values_on_the_levels_of_the_reference_are_kept(isa):
     assert torch.allclose(out, cache.v[0][:1], rtol=2.0**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("cache_format", ["r4", "k8v4"])
+@EACH_ISA
+def test_every_code_of_float8_is_stored_and_read_as_torch_does(isa):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = codes[~codes.float().isnan()].float().abs().unique()
+    # All of them, and what lies between two of them or next to that.
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat((numbers, halves, torch.nextafter(halves, numbers[1:]), torch.nextafter(halves, numbers[:-1])))
+    x = torch.cat((x, -x, torch.tensor([448.0, 0.0])))
+    cache = Cache(Setup(cache="f8", head_dim=len(x), kv_heads=1, num_heads=1), [1], isa=isa)
+    cache.k[0][0] = cache.v[0][0] = x
+    cache.store(0, isa)
+    expected = x.to(torch.float8_e4m3fn).float()
+    assert all(torch.equal(stored.view(-1).float(), expected) for stored in cache.stored(0))
+    assert torch.equal(attend(cache, [(0, 1, 1)], torch.zeros(1, len(x)), isa=isa)[0], expected)
+
+
+@pytest.mark.parametrize("cache_format", ["r4", "k8v4", "f8"])
 @EACH_ISA
 def test_moved_tokens_keep_their_codes_and_scales(cache_format, isa):
     cache = Cache(Setup(cache=cache_format, head_dim=18), [60], isa=isa)
@@ -423,7 +446,7 @@ def test_moved_tokens_keep_their_codes_and_scales(cache_format, isa):
 
 
 @EACH_ISA
-@pytest.mark.parametrize("cache_format", ["i8", "r4"])
+@pytest.mark.parametrize("cache_format", ["i8", "f8", "r4"])
 def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(cache_format, isa):
     setup = Setup(cache=cache_format, kv_heads=1, num_heads=1, head_dim=18)
     cache = Cache(setup, [5], isa=isa)
@@ -440,7 +463,7 @@ def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(cache_format, is
     assert keys[1].isfinite().all()
     assert keys[1].abs().max() < 1e-37
     assert keys[2].isnan().all()
-    assert (keys[3] / cache.k[0][3].double() - 1).abs().max() < (1e-6 if cache_format == "i8" else 0.3)
+    assert (keys[3] / cache.k[0][3].double() - 1).abs().max() < (0.3 if cache_format == "r4" else 1e-6)
     assert not scales[4].isfinite()
 
 

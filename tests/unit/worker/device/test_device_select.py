@@ -128,9 +128,10 @@ def test_narrow_weights_and_deterministic_steps_are_there_on_a_gpu(machine, opti
     assert choose("auto", **options) == torch.device("cuda", 0)
 
 
-def test_fp8_weights_are_there_on_the_cpu_too(machine):
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_fp8_is_there_on_the_cpu_too(machine, option):
     machine(0)
-    assert choose("auto", quantization="fp8") is None
+    assert choose("auto", **{option: "fp8"}) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -162,18 +163,6 @@ def test_auto_takes_the_cpu_and_says_why_when_the_gpu_is_not_one_that_the_kernel
         assert choose("auto") is None
     assert "the CPU runs the model" in caplog.text
     assert "the kernels need at least 8.0" in caplog.text
-
-
-def test_fp8_keys_and_values_are_refused_when_auto_takes_the_cpu(machine):
-    machine(1, capability=(7, 5), shared_kib=64)
-    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU; on the CPU"):
-        choose("auto", kv_cache_dtype="fp8")
-
-
-def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):
-    machine(0)
-    with pytest.raises(ConfigError, match="'fp8' needs a GPU"):
-        choose("auto", kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("name", ["turboquant_4bit", "k8v4"])
