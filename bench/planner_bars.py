@@ -49,7 +49,7 @@ QWEN3_06B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151936,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
