@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import UnsupportedError
+from quire.base.ray_modules import import_ray, lacks_package
 
-_MISSING = "the Ray Serve application needs the package {}, which is not installed: pip install 'quire[ray]'"
+_USER = "the Ray Serve application"
 
 try:
     import msgspec
@@ -27,7 +27,7 @@ try:
     from quire.cluster.gateway import Gateway, Items, ReplicaLostError
     from quire.cluster.messages import AnswerFailure, AnswerHead, ForwardedRequest
 except ModuleNotFoundError as error:
-    raise UnsupportedError(_MISSING.format(error.name)) from None
+    raise lacks_package(_USER, error) from None
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -48,7 +48,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
     """
     config = read_config(args)
     check_replica_options(config.model, config.options)
-    serve, ray_config = _import_ray()
+    serve, ray_config = import_ray(_USER, "ray.serve", "ray.serve.config")
     shared: dict[str, Any] = {
         "graceful_shutdown_timeout_s": config.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": _POLL_S,
@@ -107,7 +107,7 @@ class EngineDeployment:
     """A replica with an engine. Ray awaits `__init__` and `__del__`."""
 
     async def __init__(self, config: RayServeConfig) -> None:  # type: ignore[misc]
-        serve, _ = _import_ray()
+        (serve,) = import_ray(_USER, "ray.serve")
         context = serve.get_replica_context()
         self._server = await EngineServer.start(config, context.replica_id.unique_id)
 
@@ -168,11 +168,3 @@ class _GatewayResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gateway(scope, receive, send)
-
-
-def _import_ray() -> tuple[Any, Any]:
-    """Return the modules ray.serve and ray.serve.config. Raises UnsupportedError."""
-    try:
-        return importlib.import_module("ray.serve"), importlib.import_module("ray.serve.config")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(_MISSING.format(error.name)) from None

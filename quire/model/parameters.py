@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
     NO_ATTENTION,
@@ -21,6 +23,12 @@ from quire.contracts.model_spec import (
 )
 
 Shape = tuple[int, ...]
+
+
+def shapes_with_head(spec: ModelSpec, shapes: Mapping[str, Shape] | None = None) -> dict[str, Shape]:
+    """Return name -> shape of parameters, with lm_head.weight first, also of a tied model; shapes: of these, None: of all."""
+    head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    return {**head, **(parameter_shapes(spec) if shapes is None else shapes)}
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:

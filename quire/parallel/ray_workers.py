@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import UnsupportedError, WorkerError
+from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
+from quire.base.ray_modules import import_ray
 from quire.parallel.joined_workers import join_group, lead_group
 from quire.parallel.launch import WorkerContext
 from quire.parallel.remote_workers import RemoteWorkers
@@ -40,7 +41,9 @@ def start_ray_workers(module: str, size: int, config: Mapping[str, Any], options
     One placement group has a bundle for each rank; that of rank 0 reserves resources for this process. Raises UnsupportedError
     without Ray, WorkerError if this node has no room for all ranks.
     """
-    ray, placement = _import_ray()
+    names = "ray", "ray.util", "ray.util.scheduling_strategies"
+    ray, _, strategies = import_ray("distributed_executor_backend='ray'", *names)
+    placement = strategies.PlacementGroupSchedulingStrategy
     if not ray.is_initialized():
         ray.init(log_to_driver=True)
     node_id = ray.get_runtime_context().get_node_id()
@@ -90,16 +93,3 @@ def _make_store(address: str) -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
-
-
-def _import_ray() -> tuple[Any, Any]:
-    try:
-        ray = importlib.import_module("ray")
-        importlib.import_module("ray.util")
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"distributed_executor_backend='ray' needs the package {error.name}, which is not installed: "
-            "pip install 'quire[ray]'"
-        ) from None
-    return ray, strategies.PlacementGroupSchedulingStrategy

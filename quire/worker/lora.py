@@ -14,7 +14,7 @@ from quire.model.build import Model
 from quire.model.lora.adapter import Adapter, AdapterReader, adapter_bytes
 from quire.model.lora.experts import expert_adapter_bytes, is_expert
 from quire.model.lora.numbers import AdapterHolder
-from quire.model.parameters import Shape
+from quire.model.parameters import Shape, shapes_with_head
 from quire.model.transformers_backend.decoder import TransformersDecoder
 
 
@@ -46,7 +46,7 @@ class DecoderAdapters:
         self._holder = holder
         self._max_loras, self._num_ranks = config.max_loras, config.tensor_parallel_size
         self._divides_experts = config.enable_expert_parallel
-        shapes = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **report.parameters}
+        shapes = shapes_with_head(spec, report.parameters)
         self._most_bytes = None if has_fixed_memory else planned_adapter_bytes(config, spec, shapes, self._num_ranks)
         self._num_bytes: dict[str, int] = {}
 

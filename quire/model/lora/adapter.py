@@ -21,7 +21,7 @@ from quire.model.families.wrappers import NOT_TEXT
 from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from quire.model.lora.experts import LowRankPair, expert_sources, is_stack, split_gate_up, split_stack
 from quire.model.lora.latent import is_absorbed
-from quire.model.parameters import Shape, parameter_shapes
+from quire.model.parameters import Shape, shapes_with_head
 from quire.model.stored_tensors import listing, open_file
 
 logger = get_logger(__name__)
@@ -73,7 +73,7 @@ class AdapterReader:
         self._page = FAMILIES.get(spec.model_type)
         self._spec, self._folder, self._max_rank = spec, folder, max_rank
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._shapes = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        self._shapes = shapes_with_head(spec)
         sources = find_stored_sources(folder, spec)
         experts, expert_shapes = expert_sources(sources, self._shapes)
         self._shapes |= expert_shapes

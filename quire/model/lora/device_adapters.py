@@ -18,7 +18,7 @@ from quire.model.lora.device_shards import AdapterShard
 from quire.model.lora.experts import LowRankPair, expert_shapes, is_expert, is_router
 from quire.model.lora.latent import is_absorbed
 from quire.model.lora.numbers import AdapterNumbers
-from quire.model.parameters import parameter_shapes
+from quire.model.parameters import shapes_with_head
 
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 """Module -> the joined layer of a DeviceLayer that it is a part of. The parts have this order."""
@@ -111,8 +111,7 @@ class DeviceAdapters:
     ) -> None:
         self._spec, self._max_loras, self._max_rank, self._shard = spec, max_loras, max_rank, shard
         self.numbers = AdapterNumbers()
-        whole = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
-        own = whole if shard is None else shard.shapes()
+        own = shapes_with_head(spec) if shard is None else shard.shapes()
         shapes, stacks = adaptable_shapes(own), expert_shapes(spec, own)
         parts: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, _Place] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.model.device_shards import DeviceShard
 from quire.model.lora.experts import LowRankPair, is_expert
-from quire.model.parameters import Shape, parameter_shapes
+from quire.model.parameters import Shape, shapes_with_head
 from quire.parallel.shards import ShardRange
 
 
@@ -29,8 +29,7 @@ class AdapterShard:
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of this rank's linear layers, with lm_head, and of its stacks of experts."""
-        spec = self.shard.spec
-        whole = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        whole = shapes_with_head(self.shard.spec)
         return {name: self._shape(name, shape) for name, shape in whole.items() if name.endswith(".weight") and len(shape) > 1}
 
     def _shape(self, name: str, shape: Shape) -> Shape:

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from quire.base.environment import environment_with_quire
-from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.errors import ConfigError
 from quire.base.host_memory import available_memory_bytes
 from quire.base.logging import get_logger
+from quire.base.ray_modules import import_ray
 from quire.contracts.config import EngineConfig
 from quire.engine.replica_setup import ReplicaSetup
 from quire.serving.engine_client.messages import Start
@@ -157,12 +158,7 @@ class RayLauncher:
 
         shows_log  print what engines log, here. Raises UnsupportedError without Ray, ConfigError if it cannot be reached.
         """
-        try:
-            ray = importlib.import_module("ray")
-        except ModuleNotFoundError as error:
-            raise UnsupportedError(
-                f"data_parallel_backend='ray' needs the package {error.name}, which is not installed: pip install 'quire[ray]'"
-            ) from None
+        (ray,) = import_ray("data_parallel_backend='ray'", "ray")
         if not ray.is_initialized():
             try:
                 ray.init(log_to_driver=shows_log)

@@ -22,6 +22,7 @@ from quire.model.checkpoint import distinct_shapes
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
 from quire.model.offload_plan import OffloadPlan, plan_offload
+from quire.model.parameters import shapes_with_head
 from quire.model.stored_tensors import stored_bytes
 from quire.model.tensor_shards import ModelShard
 from quire.quant.config import Mxfp4Config, has_quantized_form
@@ -301,8 +302,7 @@ def estimate_memory(
     offload = offload_plan(config, spec, shapes, num_weight_bytes)
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
-    head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **own})
+    num_weight_bytes += planned_adapter_bytes(config, spec, shapes_with_head(spec, own))
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
