@@ -311,10 +311,14 @@ class _Masks:
 
 
 def _forced_bytes(state: Any) -> bytes:
-    """Return the text that must come next; it may end within a character, if the possible characters share a prefix."""
+    """Return the text that must come next.
+
+    Up to xgrammar 0.2.8 it may end within a character, if the possible characters share a prefix; later versions leave out the
+    begun character.
+    """
     try:
         return state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
-    except UnicodeDecodeError as error:  # xgrammar has bytes, and returns them as a str
+    except UnicodeDecodeError as error:  # these versions have bytes, and return them as a str
         return bytes(error.object)
 
 

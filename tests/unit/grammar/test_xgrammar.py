@@ -95,7 +95,7 @@ def test_surrogates_are_no_characters(compiler, vocabulary, kind, source):
 def test_forced_text_may_end_within_a_character(compiler):
     grammar = compiler.start(Constraint(kind="regex", source="a[日本]", backend="xgrammar"), ("日",)).result()
     matcher = grammar.new_matcher()
-    assert matcher.forced_bytes() == b"a\xe6"
+    assert matcher.forced_bytes() in (b"a", b"a\xe6")  # from 0.2.9 on, xgrammar leaves out the begun character
     assert accepts(grammar, "a本")
     for byte in b"a\xe6":
         assert matcher.advance(byte) is None
