@@ -167,9 +167,10 @@ def _options(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
         )
-    if shape.has_kept_layers and num_devices > 1:
+    if shape.has_kept_layers and num_devices > 1 and hardware.kind != "gpu":
         raise ConfigError(
-            f"--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks do not support, got {num_devices}"
+            "--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks on CPUs do not support, got "
+            f"{num_devices}"
         )
     if record is not None and num_devices > 1:
         raise ConfigError(
