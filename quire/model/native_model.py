@@ -51,6 +51,8 @@ _INT8_HEAD_FROM = 1 << 20
 """Number of weights above which an LM head gets an int8 copy for the argmax; a smaller one is read quickly enough."""
 _MAX_EXPERTS, _MAX_GROUPS = 4096, 64
 """See csrc/elementwise.h."""
+_MAX_INDEX_DIM = 512
+"""See csrc/attention.h."""
 _MAX_WINDOW = 2**31 - 1
 """A window of this many tokens means no window: positions have 32 bits."""
 
@@ -76,14 +78,17 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"more than {_MAX_EXPERTS} experts, or {_MAX_GROUPS} groups of them"
     if any(layer.attention.query_scaling is not None and _changes_rope(layer) for layer in spec.layers):
         return "queries scaled by position with a rope that depends on the length"
-    if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
-        return "an indexer of keys"
+    indexers = [None if layer.attention.latent is None else layer.attention.latent.indexer for layer in spec.layers]
+    if any(one is not None and (one.head_dim % 2 or one.head_dim > _MAX_INDEX_DIM) for one in indexers):
+        return f"an indexer whose keys have an odd number of values, or more than {_MAX_INDEX_DIM}"
+    if len({None if one is None else one.top_k for one in indexers}) > 1:
+        return "an indexer of keys in some layers, or of other numbers of keys"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:
             return refusal
-    if any(moe.latent_size is not None for _, moe in mixtures):
-        return "experts that read a projection of their input"
+    if any(moe.latent_size is not None and moe.branch_norm is not None for _, moe in mixtures):
+        return "experts that read a projection of their input, in a branch of their own"
     if any(layer.attention.has_output_gate and layer.attention.latent is not None for layer in spec.layers):
         return "a gate on the output of latent attention"
     if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
@@ -458,6 +463,10 @@ class NativeModelBuilder:
         if latent.q_rank is not None:
             self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
         self._set_norm(layer.latent_kv_norm, latent.norm, f"{prefix}kv_a_norm", latent.kv_rank)
+        if latent.indexer is not None:
+            indexer, weights = latent.indexer, (self._pack(f"{prefix}index_{name}") for name in ("q", "k", "weights"))
+            layer.set_indexer(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.is_interleaved, *weights)
+            self._set_norm(layer.index_k_norm, indexer.norm, f"{prefix}index_k_norm", indexer.head_dim)
         parameter = self._parameters.pop(f"{prefix}kv_b.weight")
         weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
         if not isinstance(weight, Tensor):
@@ -506,9 +515,13 @@ class NativeModelBuilder:
             self._build_shared(layer, spec, prefix, shard)
         if spec.branch_norm is not None:
             self._build_branch(layer, spec.branch_norm, prefix)
+        if spec.latent_size is not None:
+            layer.latent_in = self._pack(f"{prefix}latent_in")
+            layer.latent_out = self._pack(f"{prefix}latent_out", rows=None if shard is None else shard.outputs)
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
-        outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
+        width = spec.latent_size or self._spec.hidden_size
+        outputs = ShardRange(0, width) if shard is None or own is not None else shard.expert_outputs
         layer.is_expert_gated = spec.expert.is_gated
         ranges = (inner, ShardRange(size + inner.start, size + inner.stop)) if spec.expert.is_gated else (inner,)
         both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, ranges, own)
@@ -571,7 +584,7 @@ def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
     layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
     layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
-    layer.first_o_output = shard.o_outputs.start
+    layer.first_o_output, layer.first_expert_output = shard.o_outputs.start, shard.expert_outputs.start
     if shard.context is not None:
         heads, kv_heads = shard.context.heads, shard.context.kv_heads
         layer.first_context_head, layer.num_context_heads = heads.start, heads.size

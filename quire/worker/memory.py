@@ -180,6 +180,10 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
                 f"kv_cache_dtype {config.kv_cache_dtype!r} needs the native kernels, which do not run this model here; leave "
                 "it at 'auto'"
             )
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}, but an indexer of keys needs the model's own: choose 'auto'"
+            )
         check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=False)
         return config.kv_cache_dtype
     # The native kernels have no float16 arithmetic: such a model computes in float32.

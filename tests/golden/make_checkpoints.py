@@ -357,7 +357,7 @@ STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _L
 QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
-"""Whose keys are chosen by an indexer: torch runs them, no native kernel does."""
+"""Whose keys are chosen by an indexer."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options),
     *(name for name, (_, _, text, _) in WRAPPED.items() if "kv_lora_rank" in text),

@@ -36,6 +36,11 @@ _MODULES = {
     "shared.down": (11,),
     "shared_scale": (12,),
     "attn_gate": (24,),
+    "index_q": (25,),
+    "index_k": (26,),
+    "index_weights": (27,),
+    "latent_in": (28,),
+    "latent_out": (29,),
 }
 """Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
 _EXPERT_MODULES = {"gate": 0, "up": 1, "down": 2}
@@ -53,7 +58,7 @@ _MIXER_PARTS = {
     **dict.fromkeys(("delta.o", "conv.out", "mamba.out"), 23),
 }
 """Canonical name of a mixer's module -> LoraModule of its first part; see Mixer in csrc/plan.h."""
-_HEAD = 25
+_HEAD = 30
 
 
 class NativeAdapters:

@@ -202,7 +202,10 @@ struct Stepper : StepMixer {
         }
         Batch own = batch;
         if (l.is_windowed) own.block_tables = in.window_tables;
-        kernels.attention->attend(worker, a, own);
+        if (l.has_indexer())
+            attend_chosen(a, l);
+        else
+            kernels.attention->attend(worker, a, own);
         if (l.attn_gate) {
             each(num_rows, [&](i64 row) {
                 kernels.elementwise->gate(a.out + row * a.out_stride, plan.gate_rows_ + row * row_stride(plan.gate_size_), l.num_heads * l.head_dim);
@@ -311,7 +314,7 @@ struct Stepper : StepMixer {
     void attention_of_homes(const PlanLayer& l, const PlanLayer* before, bool is_last) {
         const Norm* const waiting = before != nullptr ? waiting_last(*before) : nullptr;
         each(num_rows, [&](i64 row) {
-            if (waiting != nullptr) add_result(*waiting, before->residual_scale, row, before->output_scale);
+            if (waiting != nullptr) add_result(*waiting, before->last_scale(), row, before->output_scale);
             keep_input(l.index, row);
         });
         if (before == nullptr || waiting != nullptr) rank_barrier();  // until then other ranks read extra_
@@ -381,7 +384,7 @@ struct Stepper : StepMixer {
     // waiting: what has still to join the residual.
     void feed_forward(const PlanLayer& l, const Waiting& waiting) {
         if (l.is_parallel)
-            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale, mlp_modules(l));
+            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.attention_scale(), mlp_modules(l));
         else
             norm_and_pack(l.mlp_site, l.mlp_in, waiting.norm, waiting.scale, l.router != nullptr || lora.has_rows(), l.is_mlp_only() ? l.index : -1, waiting.output_scale,
                           mlp_modules(l));
@@ -556,6 +559,7 @@ void Plan::step(const StepInput& given) {
     find_last_ask(attended);
     if (has_context()) prepare_context(input.batch);
     reserve(std::max(input.batch.num_tokens, num_results), attended.batch);
+    if (choice_.top_k > 0) reserve_choice(input.batch);
     if (is_stage_) x_ = computes_in_place() ? input.rows : own_x_;
     begin_lora(input);
     if (is_sharded()) reserve_shared(input.batch.num_tokens, input.num_logit_rows);
