@@ -30,7 +30,9 @@ def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_thre
     # Cosine and sine of every position; the tables are reallocated when they grow.
     angles = sum(2 * 4 * rope.dim * max(_FIRST_POSITIONS, max_model_len) for rope in ropes)
     rounding = _NUM_ARRAYS * _HUGE_PAGE_BYTES
-    gathered = max(_gathered_bytes(layer.attention, max_model_len, 2 if spec.dtype == "bfloat16" else 4) for layer in spec.layers)
+    gathered = max(
+        _gathered_bytes(layer.attention, max_model_len, 2 if spec.dtype == "bfloat16" else 4) for layer in spec.layers
+    )
     return 4 * num_tokens * row_words + rows + attention + angles + rounding + gathered
 
 

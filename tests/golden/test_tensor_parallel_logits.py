@@ -61,7 +61,7 @@ def test_logits_are_the_same_bits_where_ranks_share_no_memory(checkpoint, case):
     compare(checkpoint(case, "v5"), "bfloat16", ["two-to-one"], exchanges_rows=True)
 
 
-ADAPTED = ("gemma2", "qwen3-bias", "gpt2-scaled", "glm4-moe", "deepseek-v3", "minicpm3", "olmo2", "qwen3-next", "jamba")
+ADAPTED = ("gemma2", "qwen3-bias", "gpt2-scaled", "glm4-moe", "deepseek-v32", "minicpm3", "olmo2", "qwen3-next", "jamba")
 
 
 @pytest.mark.parametrize("case", ["llama4-moe", *(pytest.param(case, marks=pytest.mark.slow) for case in ADAPTED)])
