@@ -33,6 +33,7 @@ from quire.contracts.model_spec import (
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
 from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
+from quire.model.native_shards import attention_rows, set_shard
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
@@ -181,6 +182,9 @@ class NativeModelBuilder:
         self._forms = WeightForms(spec.dtype, quantize)
         self._experts = ExpertPacker(self._forms, self._packer, self._dtype)
         self._int8_head_bytes = 0
+        # Layers share the weights of a block, and so their parameters; these are kept, so that no id is used again.
+        self._has_blocks = any(layer.shared_block is not None for layer in spec.layers)
+        self._shared: dict[tuple[int, ShardRange | None, bool], tuple[StoredParameter, NativeWeight]] = {}
 
     def build(self) -> NativeParts:
         """Pack all weights and complete the plan. Raises InvariantError if parameters remain unread."""
@@ -284,6 +288,10 @@ class NativeModelBuilder:
     ) -> NativeWeight:
         """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
+        shared = self._shared.get((id(parameter), rows, self._is_at_end(name)))
+        if shared is not None:
+            self._parameters.pop(f"{name}.bias", None)
+            return shared[1]
         weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
@@ -299,7 +307,13 @@ class NativeModelBuilder:
         packed = self._packer.pack(weight, bias, dtype, is_exact=is_exact)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
+            if self._has_blocks:
+                self._shared[id(parameter), rows, self._is_at_end(name)] = parameter, packed
         return packed
+
+    def _is_at_end(self, name: str) -> bool:
+        """Return whether a parameter is in the first or last layer, whose weights may be quantised differently."""
+        return name.startswith(("layers.0.", f"layers.{len(self._spec.layers) - 1}."))
 
     def _pack_parts(self, name: str, ranges: Sequence[ShardRange]) -> list[NativeWeight]:
         """Return packed rows of a weight, with those of its bias: ranges after one another."""
@@ -330,6 +344,10 @@ class NativeModelBuilder:
     def _set_input_norms(self, layer: Any, spec: LayerSpec, prefix: str) -> None:
         """Set what attention and a mixer read: the same norm, times a factor of each."""
         name, hidden = f"{prefix}attn_in", self._spec.hidden_size
+        if spec.shared_block is not None:
+            self._set_norm(layer.attn_in, spec.attn_in, name, 2 * hidden)
+            self._set_norm(layer.mixer_in, spec.shared_block.mixer_in, f"{prefix}mixer_in", hidden)
+            return
         factor, mixed = spec.attention_in_scale, spec.mixer.scales.input if isinstance(spec.mixer, Mamba2Spec) else 1.0
         weight = self._parameters.get(f"{name}.weight")
         if spec.mixer is not None and spec.attention != NO_ATTENTION:
@@ -370,7 +388,7 @@ class NativeModelBuilder:
         else:
             self._build_latent(layer, attention, attention.latent, prefix, shard)
         if shard is not None:
-            _set_shard(layer, spec, shard)
+            set_shard(layer, spec, shard)
         layer.scale, layer.window, layer.softcap = (
             attention.scale,
             min(attention.window or 0, _MAX_WINDOW),
@@ -394,6 +412,8 @@ class NativeModelBuilder:
         if spec.per_layer_gate is not None:
             layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
             self._set_norm(layer.per_layer_norm, spec.per_layer_gate.norm, f"{prefix}per_layer.norm", hidden)
+        if spec.shared_block is not None:
+            self._build_block(layer, spec, prefix, shard)
         if spec.altup is not None and spec.laurel is not None:
             self._build_streams(layer.streams, spec.altup, spec.laurel, prefix)
         if spec.has_scale:
@@ -408,6 +428,14 @@ class NativeModelBuilder:
         names: dict[type, str] = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
         name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
         layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
+
+    def _build_block(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
+        layer.set_block(self._pack(f"{prefix}block_out", rows=None if shard is None else shard.outputs))
+        rows = {} if shard is None else {**attention_rows(spec, shard), "gate": shard.inner, "up": shard.inner}
+        for name in ("q", "k", "v", "gate", "up"):
+            own = f"{prefix}adapters.{name}"
+            if f"{own}_in.weight" in self._parameters:
+                layer.set_block_adapter(name, self._pack(f"{own}_in"), self._pack(f"{own}_out", rows=rows.get(name)))
 
     def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
         hidden = self._spec.hidden_size
@@ -434,7 +462,7 @@ class NativeModelBuilder:
         for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = _attention_rows(spec, shard)
+        rows = attention_rows(spec, shard)
         for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
@@ -566,31 +594,3 @@ class NativeModelBuilder:
             setattr(layer, f"shared_{name}", self._pack(f"{prefix}shared.{name}", rows=rows))
         if spec.has_shared_gate:
             layer.shared_scale = self._pack(f"{prefix}shared_scale")
-
-
-def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, ShardRange]:
-    """Return the rows of q, k, v and o that a rank has."""
-    if shard is None:
-        return {}
-    dim = spec.attention.head_dim
-    heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
-
-
-def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
-    """Set in a native layer which part of the model's layer it is."""
-    attention, heads, kv_heads = spec.attention, shard.heads.heads, shard.heads.kv_heads
-    layer.num_heads, layer.num_kv_heads = heads.size, kv_heads.size
-    layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
-    layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
-    layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
-    layer.first_o_output, layer.first_expert_output = shard.o_outputs.start, shard.expert_outputs.start
-    if shard.context is not None:
-        heads, kv_heads = shard.context.heads, shard.context.kv_heads
-        layer.first_context_head, layer.num_context_heads = heads.start, heads.size
-        layer.first_context_kv_head, layer.num_context_kv_heads = kv_heads.start, kv_heads.size
-        layer.writes_kv_heads = shard.writes_kv_heads
-    is_mixture = isinstance(spec.mlp, MoeSpec)
-    if is_mixture and spec.mlp.shared is not None:
-        layer.first_shared_inner, layer.total_shared_inner = shard.shared_inner.start, spec.mlp.shared.intermediate_size
-    layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size

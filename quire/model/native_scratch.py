@@ -4,7 +4,7 @@ allocate."""
 from __future__ import annotations
 
 from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
 """Of attention (csrc/attention_tile.inl): cached tokens per softmax block, rows and heads of a tile."""
@@ -92,6 +92,9 @@ def _row_words(spec: ModelSpec) -> int:
     inner = packed = experts = shared = projected = 0
     for layer in layers:
         sites = [spec.hidden_size, layer.attention.num_heads * layer.attention.head_dim]
+        if layer.shared_block is not None:
+            sites.append(2 * spec.hidden_size)
+            projected = max(projected, _block_words(spec, layer))
         if layer.mixer is not None:
             sites.append(_mixer_values(layer.mixer))
         if layer.attention.latent is not None:
@@ -129,6 +132,16 @@ def _row_words(spec: ModelSpec) -> int:
         packed = max(packed, spec.hidden_size)  # the router reads f32
     extra += projected
     return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed + mixed
+
+
+def _block_words(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Return the words of a block before a mixer: the embeddings, alone and beside the residual, the results of adapters' first
+    matrices and of `up`."""
+    assert layer.shared_block is not None
+    rank = max(layer.shared_block.attention_rank or 0, layer.shared_block.mlp_rank)
+    assert isinstance(layer.mlp, MlpSpec)
+    parts = spec.hidden_size, 2 * spec.hidden_size, layer.mlp.intermediate_size
+    return sum(map(_stride, parts)) + 3 * _stride(rank)
 
 
 def _mixer_values(mixer: MixerSpec) -> int:

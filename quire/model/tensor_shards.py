@@ -170,6 +170,12 @@ def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
     return shard_range(total, rank, shares, OUTPUT_MULTIPLE if total >= OUTPUT_MULTIPLE * len(shares) else 1)
 
 
+def _adapted_module(module: str) -> str:
+    """Return the module whose outputs the second matrix of a low-rank adapter of a shared block has, or the module itself."""
+    is_second = module.startswith("adapters.") and module.endswith("_out")
+    return module.removeprefix("adapters.").removesuffix("_out") if is_second else module
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShard:
     """The part of a model that a rank has; norms, routers, positions, indexers of keys and the projections to latent rows are
@@ -241,7 +247,7 @@ class ModelShard:
         if not name.startswith("layers."):
             return shape
         _, index, *middle, _ = name.split(".")
-        layer, module = self.layers[int(index)], ".".join(middle)
+        layer, module = self.layers[int(index)], _adapted_module(".".join(middle))
         if layer.mixer is not None:
             own = mixer_shapes(layer.mixer, 1).get(name.split(".", 2)[2])
             if own is not None:
@@ -253,7 +259,7 @@ class ModelShard:
             own = kv_heads if module in ("k", "v") else heads
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
             return (shape[0] // total * own, *shape[1:])
-        if module in ("o", "down", "gate", "up", "latent_out"):
+        if module in ("o", "down", "gate", "up", "latent_out", "block_out"):
             rows = layer.inner if module in ("gate", "up") else layer.o_outputs if module == "o" else layer.outputs
             return (rows.size, *shape[1:])
         if module.startswith("shared."):
@@ -283,7 +289,7 @@ class ModelShard:
         if name == "lm_head":
             return self.vocabulary
         _, index, module = name.split(".", 2)
-        layer = self.layers[int(index)]
+        layer, module = self.layers[int(index)], _adapted_module(module)
         if module in ("q", "kv_b", "attn_gate", "k", "v"):
             is_kv = module in ("k", "v")
             heads, total = (layer.heads.kv_heads, layer.total_kv_heads) if is_kv else (layer.heads.heads, layer.total_heads)
@@ -298,6 +304,7 @@ class ModelShard:
             "o": layer.outputs,
             "down": layer.outputs,
             "latent_out": layer.outputs,
+            "block_out": layer.outputs,
             "gate": layer.inner,
             "up": layer.inner,
             "shared.down": layer.outputs,

@@ -75,8 +75,8 @@ def _check_layers(name: str, size: int, spec: ModelSpec) -> None:
     attentions = [layer.attention for layer in spec.layers]
     if any(one.latent is not None and one.latent.indexer is not None for one in attentions):
         raise ConfigError(
-            f"{name} is {size}, but the indexer of a {spec.model_type!r} model chooses among the keys of all tokens, on each rank: "
-            "leave it out"
+            f"{name} is {size}, but the indexer of a {spec.model_type!r} model chooses among the keys of all tokens, on each "
+            "rank: leave it out"
         )
     if name != "prefill_context_parallel_size" and any(one.has_output_gate for one in attentions):
         raise ConfigError(

@@ -18,7 +18,7 @@ from quire.contracts.memory import CONTEXT_CHUNK_TOKENS, HostPart, MemoryPlan, f
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.kernels.reference.kv_formats import KV_CODES
 from quire.model.build import runs_natively
-from quire.model.checkpoint import quantized_weights
+from quire.model.checkpoint import distinct_shapes, quantized_weights
 from quire.model.config_reader import read_quantization_config
 from quire.model.native_model import int8_head_bytes
 from quire.model.native_scratch import adapter_scratch_bytes, home_scratch_bytes, scratch_bytes
@@ -154,6 +154,8 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
 
 def _base_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return weight_bytes without adapters."""
+    if any(layer.shared_block is not None for layer in spec.layers):
+        shapes = dict(distinct_shapes(folder, spec, shapes))
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
     if not uses_native_kernels(config, spec):
         return dense

@@ -132,6 +132,14 @@ void bind_layer(nb::module_& m) {
             indexer.k = std::move(k);
             indexer.weights = std::move(weights);
         }, "num_heads"_a, "head_dim"_a, "top_k"_a, "is_interleaved"_a, "q"_a, "k"_a, "weights"_a, "Let queries attend to the keys that an indexer chooses; see KeyIndexer in plan.h.")
+        .def("set_block", [](PlanLayer& l, std::shared_ptr<NativeWeight> out) { l.block.out = std::move(out); }, "out"_a,
+             "Let attention and the feed-forward block be a block before the mixer; see SharedBlock in plan.h.")
+        .def("set_block_adapter", [](PlanLayer& l, const std::string& name, std::shared_ptr<NativeWeight> in, std::shared_ptr<NativeWeight> out) {
+            SharedBlock& block = l.block;
+            BlockAdapter& adapter = name == "q" ? block.q : name == "k" ? block.k : name == "v" ? block.v : name == "gate" ? block.gate : block.up;
+            adapter.in = std::move(in);
+            adapter.out = std::move(out);
+        }, "name"_a, "in"_a, "out"_a, "Set the adapter of q, k, v, gate or up of a block.")
         .def_prop_ro("index_k_norm", [](PlanLayer& l) -> Norm& { return l.latent.indexer.k_norm; }, nb::rv_policy::reference_internal)
         .def_prop_ro("latent_q_norm", [](PlanLayer& l) -> Norm& { return l.latent.q_norm; }, nb::rv_policy::reference_internal)
         .def_prop_ro("latent_kv_norm", [](PlanLayer& l) -> Norm& { return l.latent.kv_norm; }, nb::rv_policy::reference_internal)

@@ -333,11 +333,31 @@ void Plan::finish_streams(PlanLayer& l) {
     laurel_rank_ = std::max(laurel_rank_, s.laurel_left->weight.n);
 }
 
+void Plan::finish_block(PlanLayer& l) {
+    SharedBlock& block = l.block;
+    if (is_stage_ || !l.is_mixed() || l.latent.rank > 0 || l.attn_gate || !l.k || !l.gate || l.router || l.is_sparse || l.gate_scale != 1.0f || !l.attn_in.is_present ||
+        !l.mlp_in.is_present || !l.mixer_in.is_present)
+        throw std::invalid_argument("a block before a mixer has plain attention and a gated feed-forward block, and runs on one pipeline stage");
+    for (BlockAdapter* adapter : {&block.q, &block.k, &block.v, &block.gate, &block.up}) {
+        const bool is_head = adapter != &block.gate && adapter != &block.up;
+        if (!adapter->in && is_head && !block.q.in) continue;
+        if (!adapter->in || !adapter->out) throw std::invalid_argument("a block before a mixer has adapters of gate and up, and of all of q, k and v or of none");
+        adapter->in_form = (is_head ? l.attn_site : l.mlp_site).add(adapter->in->weight);
+        adapter->out_site.add(adapter->out->weight);
+        measure(adapter->out_site, 1);
+        block_rank_ = std::max(block_rank_, adapter->in->weight.n);
+    }
+    block.out_site.add(block.out->weight);
+    for (const Site* site : {&block.out_site, &l.attn_site, &l.mlp_site}) measure(*site, 1);
+    has_blocks_ = true;
+    beside_size_ = 2 * hidden_;
+}
+
 void Plan::finish_layer(PlanLayer& l) {
     if (l.is_sparse && (is_sharded() || !l.gate)) throw std::invalid_argument("a gate that is cut by its mean is whole");
     if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
     if (!l.has_attention() && l.mixer == nullptr && !l.has_mlp()) throw std::invalid_argument("a layer without any block");
-    if (l.total_inner == 0 && l.has_mlp()) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    if (l.total_inner == 0 && (l.has_mlp() || l.has_block())) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
     if (l.mixer) finish_mixer(l);
     if (l.has_attention()) finish_attention(l);
     if (l.router) {
@@ -349,6 +369,7 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, 1);
         inner_size_ = std::max(inner_size_, l.total_inner);
     }
+    if (l.has_block()) finish_block(l);
     if (l.per_layer_gate) {
         l.per_layer_site.add(l.per_layer_gate->weight);
         l.per_layer_up_site.add(l.per_layer_up->weight);
@@ -492,6 +513,9 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(latent_, latent_size_ == 0 ? 0 : rows * row_stride(latent_size_));
         take(question_, question_size_ == 0 ? 0 : rows * row_stride(question_size_));
         take(question_a_, question_rank_ == 0 ? 0 : rows * row_stride(question_rank_));
+        take(block_embeddings_, has_blocks_ ? rows * row_stride(hidden_) : 0);
+        take(block_low_, has_blocks_ ? 3 * rows * row_stride(block_rank_) : 0);
+        take(block_up_, has_blocks_ ? rows * row_stride(inner_size_) : 0);
         take(expert_latents_, expert_latent_size_ == 0 ? 0 : rows * row_stride(expert_latent_size_));
         take(index_heads_, index_heads_size_ == 0 ? 0 : rows * row_stride(index_heads_size_));
         take(index_keys_, index_size_ == 0 ? 0 : rows * row_stride(index_size_));

@@ -136,6 +136,19 @@ struct Mixer {
     i32 shared_size() const { return kind == MixerKind::mamba1 || (has_group_norm() && !is_gate_first) ? 2 * total_values : total_values; }
 };
 
+// A block of attention and a feed-forward block before a mixer (SharedBlockSpec). It reads the residual beside the embeddings; `out`
+// projects its result, and the mixer reads the sum of that and the residual. Linear layers may have low-rank adapters of the layer.
+struct BlockAdapter {
+    std::shared_ptr<NativeWeight> in, out;  // null: there is none
+    i32 in_form = 0;                        // derived
+    Site out_site;
+};
+struct SharedBlock {
+    std::shared_ptr<NativeWeight> out;  // null: the layer has no block
+    BlockAdapter q, k, v, gate, up;     // of gate and up always, of the others all or none
+    Site out_site;                      // derived
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
@@ -143,6 +156,7 @@ struct PlanLayer {
     // In the place of attention, or next to it: then it reads the residual under a norm of its own. Null: there is none.
     std::shared_ptr<Mixer> mixer;
     Norm mixer_in;
+    SharedBlock block;
     std::vector<Expert> experts;
     // What projects the input of the experts to a latent row, and the sum of their results back; the first one every rank has whole. Null: they
     // read the input.
@@ -207,7 +221,9 @@ struct PlanLayer {
     Site& mixer_site() { return is_mixed() ? beside_site : attn_site; }
     const Site& mixer_site() const { return is_mixed() ? beside_site : attn_site; }
     bool is_mlp_only() const { return q == nullptr && mixer == nullptr; }
-    bool has_mlp() const { return down != nullptr || router != nullptr; }
+    bool has_block() const { return block.out != nullptr; }
+    // After attention or the mixer; that of a block comes before.
+    bool has_mlp() const { return (down != nullptr || router != nullptr) && !has_block(); }
     bool has_streams() const { return streams.router != nullptr; }
     bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
@@ -352,6 +368,7 @@ private:
     friend struct StepEntry;
     friend struct StepStreams;
     friend struct StepMixer;
+    friend struct StepBlock;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
@@ -359,6 +376,7 @@ private:
     void finish_latent(PlanLayer& layer);
     void finish_indexer(PlanLayer& layer);
     void finish_mixer(PlanLayer& layer);
+    void finish_block(PlanLayer& layer);
     void finish_mixture(PlanLayer& layer);
     void finish_streams(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
@@ -473,6 +491,10 @@ private:
     i32 mix_in_size_ = 0, mix_conv_size_ = 0, mix_low_size_ = 0, mix_shared_size_ = 0, mix_values_ = 0, mix_keys_ = 0, mix_decays_ = 0, mix_heads_ = 0, gate_size_ = 0;
     float *mix_in_ = nullptr, *mix_conv_ = nullptr, *mix_low_ = nullptr, *mix_normed_ = nullptr, *mix_shared_ = nullptr, *gate_rows_ = nullptr;
     float *mix_q_ = nullptr, *mix_k_ = nullptr, *mix_v_ = nullptr, *mix_out_ = nullptr, *mix_decay_ = nullptr, *mix_beta_ = nullptr;
+    // With shared blocks: the embeddings, the results of adapters' first matrices and of `up`.
+    bool has_blocks_ = false;
+    i32 block_rank_ = 0;
+    float *block_embeddings_ = nullptr, *block_low_ = nullptr, *block_up_ = nullptr;
     std::vector<StateSave> state_saves_;  // of the layer that is computed
     std::vector<ConvSave> conv_saves_;
     bool has_shared_ = false;

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_mixer.h"
+#include "step_block.h"
 
 namespace quire {
 
@@ -18,7 +18,7 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
-struct Stepper : StepMixer {
+struct Stepper : StepBlock {
     // A result in extra_ that has still to join the residual (norm null: none), and the factors on it and on the residual after that.
     struct Waiting {
         const Norm* norm = nullptr;
@@ -52,6 +52,7 @@ struct Stepper : StepMixer {
         if (l.attn_gate) jobs[3] = adapted(gate_job(l, gate), sums[3]);
         run(jobs, has_few ? 2 : l.attn_gate ? 4 : 3);
         if (has_few) ask(l, true);
+        if (l.has_block() && l.block.q.in) adapt_heads(l, sums);
     }
 
     // Make the queries; has_few: of rows that are wanted only.
@@ -407,7 +408,9 @@ struct Stepper : StepMixer {
             const bool has_wanted = i + 1 == count && !in.keeps_all;
             if (l.has_streams()) begin_streams(l);
             const Waiting earlier = before ? Waiting{waiting_last(*before), before->last_scale(), before->output_scale} : Waiting{};
-            if (i == 0 && plan.entry_ == Entry::beside)
+            if (l.has_block())
+                enter_block(l, earlier.norm, earlier.scale, earlier.output_scale);
+            else if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else if (!plan.has_homes() && !l.is_mlp_only())
                 norm_and_pack(l.attn_site, l.attn_in, earlier.norm, earlier.scale, lora.has_rows(), l.has_streams() ? -1 : l.index, earlier.output_scale,
@@ -416,7 +419,10 @@ struct Stepper : StepMixer {
                 attention_of_homes(l, before, i + 1 == count);
             else if (l.has_attention())
                 attention(l, i + 1 == count && !l.mixer);
-            if (l.is_mixed()) norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), mixer_modules(l));
+            if (l.has_block())
+                leave_block(l);
+            else if (l.is_mixed())
+                norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), mixer_modules(l));
             if (l.mixer) mix(l, i + 1 == count);
             if (num_rows == 0) return;
             if (l.has_streams()) add_laurel(l, has_wanted);
@@ -439,6 +445,7 @@ struct Stepper : StepMixer {
             return follow_layers(in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers));
         enter_or_embed();
         if (plan.streams_.count > 1) split_streams();
+        if (plan.has_blocks_) keep_embeddings();
         layers();
     }
 

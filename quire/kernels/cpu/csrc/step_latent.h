@@ -12,6 +12,8 @@ struct StepLatent : StepIndex {
         if (!l.has_attention()) return mixer_modules(l);
         if (l.latent.rank > 0) return latent_modules(l);
         if (!l.k) return query_modules(l);
+        if (l.has_block() && l.block.q.in)
+            return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q, LoraModule::block_q_in, LoraModule::block_k_in, LoraModule::block_v_in}};
         if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
         if (l.attn_gate) return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q, LoraModule::attn_gate}};
         return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q}};
