@@ -31,7 +31,9 @@ def set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
         layer.first_context_head, layer.num_context_heads = heads.start, heads.size
         layer.first_context_kv_head, layer.num_context_kv_heads = kv_heads.start, kv_heads.size
         layer.writes_kv_heads = shard.writes_kv_heads
-    is_mixture = isinstance(spec.mlp, MoeSpec)
-    if is_mixture and spec.mlp.shared is not None:
+    if not isinstance(spec.mlp, MoeSpec):
+        layer.total_inner = spec.mlp.intermediate_size
+        return
+    layer.total_inner = spec.mlp.expert.intermediate_size
+    if spec.mlp.shared is not None:
         layer.first_shared_inner, layer.total_shared_inner = shard.shared_inner.start, spec.mlp.shared.intermediate_size
-    layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size
