@@ -340,6 +340,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
 }
 
+_MIXTURES |= dense_cases.MIXTURES
 _CONFIGS |= _MIXTURES
 
 CASES: tuple[str, ...] = tuple(_CONFIGS)
@@ -460,7 +461,7 @@ def _class_of(model_type: str) -> type:
 
 
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
-    if model_type in ("gpt2", "gptj"):
+    if model_type in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         return {**options, "bos_token_id": 1, "eos_token_id": 2}
     return deepcopy({**_BASE, **options})  # configs change their rope parameters in place
 
@@ -483,7 +484,7 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
     is_gemma = name in {**gemma_cases.CASES, **gemma_cases.WRAPPED}
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
+    is_offset = name.startswith(("gemma", "vaultgemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -525,6 +526,7 @@ def rewrite_as_v4(folder: Path) -> None:
         "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
+        "mellum",
     ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
