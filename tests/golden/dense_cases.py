@@ -151,6 +151,13 @@ MIXTURES: dict[str, tuple[str, Options]] = {
 }
 """Mixtures of families that are put together from what others have."""
 
+COMPOSED = (
+    *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
+    *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
+    *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla"),
+)
+"""Cases whose layers have nothing that layers of other cases do not have."""
+
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN3_VISION: Options = {
     **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48},

@@ -352,6 +352,7 @@ _LIKE_OTHERS = (
     *("qwen2-window", "qwen2-moe-window", "dots1-window", "smollm3-window", "phi3-window", "mixtral-window", "gemma2-no-cap"),
     *("phimoe-longrope", "olmoe-renorm", "glm4-moe-no-renorm", "qwen3-moe-no-renorm", "hunyuan-moe-alpha"),
     *("deepseek-v3-halves", "olmo-clip", "exaone4-full", "gpt-oss-no-bias", "starcoder2-no-bias", "opt-no-bias"),
+    *dense_cases.COMPOSED,
 )
 STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _LIKE_OTHERS)
 """Without cases that differ from another of their family in rotations, windows or numbers only, or by having less."""
@@ -360,7 +361,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer: torch runs them, no native kernel does."""
 LATENT_CASES: tuple[str, ...] = (
-    *(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options),
+    *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
     *(name for name, (_, _, text, _) in WRAPPED.items() if "kv_lora_rank" in text),
 )
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
@@ -561,6 +562,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
             **{"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")},
             "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
         }
+    if text["model_type"] in ("kimi_linear", "cohere2_moe"):
         text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
 
 

@@ -53,7 +53,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     inner = 4 * config.integer("hidden_size") if inner is None else inner
     mlp = MlpSpec(inner, read_activation(config, "activation"), is_gated=False, has_bias=has_bias)
     num_norms = config.nullable_integer("num_ln_in_parallel_attn") or 2
-    is_parallel = is_new or config.boolean("parallel_attn")
+    is_parallel = config.boolean("parallel_attn")
+    if is_new and not is_parallel:
+        raise config.error("parallel_attn", False, "true where new_decoder_architecture is")
     has_mlp_norm = num_norms == 2 if is_new else not is_parallel
     layer = LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm if has_mlp_norm else None, is_parallel=is_parallel)
     return repeat_layer(config, layer, norm)
