@@ -17,6 +17,7 @@ from quire.kernels.native import load_native
 from quire.model.build import build_model
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
+from tests.golden.dense_cases import COMPOSED
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params, cases_by_type, reference_model
 
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 # One case of each type; types that differ in their wrapper or in numbers only are left out.
-FAMILY_CASES = tuple({names[0]: None for names in cases_by_type().values() if names[0] in STRUCTURES})
+FAMILY_CASES = tuple({names[0]: None for names in cases_by_type().values() if names[0] in (*STRUCTURES, *COMPOSED)})
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
 
 
