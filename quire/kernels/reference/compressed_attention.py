@@ -77,7 +77,7 @@ def compress(kv: Tensor, gate: Tensor, table: Tensor, first: int, spec: Compress
 
 
 def read_rows(cache: Tensor, block_table: Tensor, first: int, last: int) -> Tensor:
-    """Return the rows [last - first, D] of the tokens [first, last) of a sequence, of a cache [num_blocks, 1, block_size, D]."""
+    """Return the rows [last - first, D] of a sequence's tokens [first, last), of a cache [num_blocks, 1, block_size, D]."""
     positions = torch.arange(first, last)
     return cache[block_table[positions // cache.shape[2]], 0, positions % cache.shape[2]]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from quire.contracts.model_spec import MoeSpec
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 
-
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),

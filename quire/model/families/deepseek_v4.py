@@ -1,11 +1,12 @@
-"""DeepSeek-V4 (2026): a window and compressed entries of all tokens before it, some chosen by an indexer, as keys and values; hyper-connections; mixtures, of which the first choose experts by the token. torch runs it.
+"""DeepSeek-V4 (2026): one row is key and value; a window, and compressed rows of all before it, of which an indexer chooses;
+hyper-connections; mixtures, the first of which choose experts by the token.
 
 The published files have names of their own, which transformers keeps but for a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from quire.base.errors import UnsupportedError
