@@ -156,6 +156,11 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
     return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim, is_f32=is_f32)
 
 
+def read_named_rope(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int) -> RopeSpec:
+    """Return the rotary embedding that an object under a key describes, for families with keys of their own."""
+    return _resolve(config, key, values, head_dim)
+
+
 def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False) -> RopeSpec:
     kind = _read_kind(config, key, values)
     _check_keys(config, key, values)
