@@ -89,7 +89,7 @@ def _entries(sequence: int, spec: AttentionSpec, compression: CompressionSpec, n
             cache.write(sequence, first, entries)
         found.append(cache.read(sequence, last))
         start += size
-    return Entries(*found)
+    return Entries(found[0], found[1] if len(found) > 1 else None)
 
 
 def _rotate_last(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
@@ -29,6 +31,24 @@ def changed(checkpoint, tmp_path, **values):
 def test_files_with_the_published_names_are_the_same_model(checkpoint):
     found = [whole_prompt_logits(load_model(checkpoint("deepseek-v4", style)), PROMPT) for style in ("v5", "v4")]
     assert torch.equal(*found)
+
+
+def test_files_in_fp8_with_the_published_names_are_the_model_of_their_numbers(checkpoint, tmp_path):
+    folders = [shutil.copytree(checkpoint("deepseek-v4", "v4"), tmp_path / kind) for kind in ("stored", "dense")]
+    tensors, dense = load_file(folders[0] / "model.safetensors"), {}
+    for name, tensor in [*tensors.items()]:
+        dense[name] = tensor
+        if re.search(r"(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|experts\.\w+\.w[123])\.weight", name):
+            tensors[name], scale = tensor.to(torch.float8_e4m3fn), torch.rand(*(-(-size // 16) for size in tensor.shape))
+            tensors[name.replace(".weight", ".scale")] = scale = scale.to(torch.float8_e8m0fnu)
+            whole = scale.float().repeat_interleave(16, 0).repeat_interleave(16, 1)
+            dense[name] = tensors[name].float() * whole[: tensor.shape[0], : tensor.shape[1]]
+    save_file(tensors, folders[0] / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folders[1] / "model.safetensors")
+    config = json.loads((folders[0] / "config.json").read_text())
+    method = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]}
+    (folders[0] / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    assert torch.equal(*(whole_prompt_logits(load_model(folder), PROMPT) for folder in folders))
 
 
 @pytest.mark.parametrize(
