@@ -136,6 +136,7 @@ class StageExecutor:
         self._row_adapters: dict[int, NDArray[np.int32] | None] = {}  # of the last step in each slot
         self._num_answers = 0
         self._slab: HostSlab | None = None
+        self._num_checkpoints = plan.num_state_checkpoints
 
     @property
     def spared_bytes(self) -> int:
@@ -145,7 +146,7 @@ class StageExecutor:
     def open_host_tier(self, num_pages: int, part: PagePart | None) -> None:
         """Map the pages of the host tier, if it has any; part: None: pages of these layers alone."""
         if num_pages > 0:
-            self._slab = HostSlab(self._kv, num_pages, part=part)
+            self._slab = HostSlab(self._kv, num_pages, part=part, num_checkpoints=self._num_checkpoints)
 
     def follow(self, call: Call) -> bool:
         """Make a call that the leader waits for; return whether it was such a call."""
