@@ -84,6 +84,15 @@ CASES: dict[str, tuple[str, Options]] = {
         "lfm3",
         {**_LFM3, "use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True, "tie_word_embeddings": False},
     ),
+    "olmo-hybrid": ("olmo_hybrid", {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo-hybrid-options": (
+        "olmo_hybrid",
+        {
+            **{"num_hidden_layers": 3, "linear_allow_neg_eigval": False, "attention_bias": True, "linear_num_key_heads": 2},
+            **{"linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 20},
+            **{"linear_conv_kernel_dim": 3},
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
     "bamba-options": (
         "bamba",
@@ -154,8 +163,10 @@ CASES: dict[str, tuple[str, Options]] = {
         {**_KIMI, "q_lora_rank": 24, "attention_bias": True, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 4},
     ),
 }
-NATIVE_CASES = tuple(case for case in CASES if not case.startswith(("nemotron-h-options", "zamba2")))
-"""That the native CPU kernels run: without experts that read a projection of their input, and blocks before a mixer."""
+_TORCH = ("nemotron-h-options", "zamba2", "zamba2-options", "olmo-hybrid")
+"""With experts that read a projection of their input, blocks before a mixer, or a factor on beta."""
+NATIVE_CASES = tuple(case for case in CASES if case not in _TORCH)
+"""That the native CPU kernels run."""
 MIXED_CASES = ("nemotron-h", "qwen3-next", "jamba", "kimi-linear-latent", "lfm2-plain", "falcon-h1-norm")
 """Of these, one of each kind of mixer, and of each place of one."""
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
