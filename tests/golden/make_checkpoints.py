@@ -21,7 +21,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases, gemma_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
-from tests.golden.published_files import DEEPSEEK_V4, publish_deepseek_v4
+from tests.golden.published_files import DEEPSEEK_V4, publish_deepseek_v4, split_convolutions
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -402,6 +402,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         convert(folder, name)
     if name == "kimi-k25":
         restore_layer_names(folder)
+    if name.startswith("olmo-hybrid"):
+        split_convolutions(folder)
     if name == "qwen3-vl-moe":
         transpose_experts(folder)
     if style == "v4":
@@ -575,7 +577,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith("gemma4"):
+    if text["model_type"].startswith(("gemma4", "lfm3", "olmo_hybrid")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

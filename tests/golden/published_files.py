@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -36,6 +38,22 @@ def publish_deepseek_v4(folder: Path, config: dict[str, Any]) -> None:
     rope = config.pop("rope_parameters")["compress"]
     names = {"rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
     config["rope_scaling"] = {**{new: rope[old] for old, new in names.items()}, "beta_fast": 32, "beta_slow": 1}
+
+
+def split_convolutions(folder: Path) -> None:
+    """Split the convolutions of OLMo Hybrid where the published files do, and give norms their names of these."""
+    file = folder / "model.safetensors"
+    tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
+    for index, kind in enumerate(config["layer_types"]):
+        layer = f"model.layers.{index}"
+        if kind == "full_attention":
+            tensors[f"{layer}.post_attention_layernorm.weight"] = tensors.pop(f"{layer}.feedforward_layer_norm.weight")
+            continue
+        names = [f"{layer}.linear_attn.{name}_{end}.weight" for end in ("conv1d", "proj") for name in "qkv"]
+        sizes = [len(tensors[name]) for name in names[3:]]
+        parts = torch.cat([tensors[name] for name in names[:3]]).split(sizes)
+        tensors |= {name: part.clone() for name, part in zip(names[:3], parts, strict=True)}
+    save_file(tensors, file)
 
 
 def _published_name(name: str) -> str:

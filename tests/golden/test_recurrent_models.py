@@ -33,7 +33,7 @@ OWN_TOLERANCES = {"zamba2": 4e-4}
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
     *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
-    *("falcon-h1-norm", "nemotron-h-options", "zamba2"),
+    *("falcon-h1-norm", "nemotron-h-options", "zamba2", "lfm3", "olmo-hybrid"),
 )
 GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.

@@ -254,7 +254,7 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
     if config.model_type == "sarvam_mla" and kind == "deepseek_yarn":
         kind = "yarn"
-    if config.model_type in ("gemma4_text", "gemma4_unified_text"):
+    if config.model_type in ("gemma4_text", "gemma4_unified_text", "lfm3"):
         kinds = (*kinds, "proportional")
     if kind not in kinds:
         raise UnsupportedError(
