@@ -29,8 +29,6 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
         return None
     if layer.attention != NO_ATTENTION and layer.attn_out is not None:
         return "a norm on the output of attention next to a recurrent mixer"
-    if isinstance(mixer, GatedDeltaSpec) and mixer.write_scale != 1.0:
-        return "a gated delta net with a factor on beta"
     taps, rows = mixer.conv_size, 1
     if isinstance(mixer, GatedDeltaSpec):
         rows = mixer.k_dim
@@ -116,6 +114,7 @@ class NativeMixerBuilder:
 
     def _build_delta(self, mixer: Any, spec: GatedDeltaSpec, prefix: str, own: HeadRange) -> None:
         _set_heads(mixer, own, spec.k_dim, spec.v_dim, spec.num_v_heads)
+        mixer.write_scale = spec.write_scale
         ranges = mixer_ranges(spec, own)
         self._add_parts(mixer, f"{prefix}delta.qkv", ranges["delta.qkv"])
         self._set_conv(mixer, prefix, ranges["delta.qkv"])

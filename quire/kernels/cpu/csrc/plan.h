@@ -116,6 +116,7 @@ struct Mixer {
     std::vector<float> norm_weight;                          // of all groups of mamba2, [total_values]
     bool is_gate_first = true;                               // the output of mamba2 is normed after its gate
     float min_step = 0.0f, max_step = 0.0f;
+    float write_scale = 1.0f;                                // multiplies the beta of delta
     // The memory of the states: rows of conv_bytes, and of state_size values.
     u8* conv_states = nullptr;
     float* states = nullptr;
