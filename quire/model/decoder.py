@@ -454,7 +454,8 @@ class DecoderLayer:
         if spec.branch_norm is not None and spec.shared is not None:
             return self._branches(x, residual, spec, spec.branch_norm, spec.shared)
         y = self._experts(x, spec)
-        return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        y = y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        return y if spec.output_scale == 1.0 else y * spec.output_scale
 
     def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None) -> Tensor:
         modules = ("router", "experts.gate_up", "experts.down")

@@ -67,6 +67,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    if any(layer.attention.alibi_slopes for layer in spec.layers):
+        return "ALiBi"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -490,7 +492,7 @@ class NativeModelBuilder:
 
     def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.expert.activation])
-        layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
+        layer.top_k, layer.is_renormalized, layer.down_scale = spec.top_k, spec.is_renormalized, spec.output_scale
         if spec.expert.clamp is not None:
             layer.gate_limit, layer.gate_slope = spec.expert.clamp.limit, spec.expert.clamp.slope
         # Routing decides which weights a token meets: it is computed in f32.

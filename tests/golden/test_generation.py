@@ -17,7 +17,7 @@ from quire.kernels.native import load_native
 from quire.model.build import build_model
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
-from tests.golden.dense_cases import COMPOSED
+from tests.golden.dense_cases import ALIBI_CASES, COMPOSED
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params, cases_by_type, reference_model
 
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(
     model = reference_model(folder)
     options = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_num_seqs": 4, "max_num_batched_tokens": 23}
     llm = LLM(str(folder), skip_tokenizer_init=True, **options)
-    assert [type(decoder) for decoder in decoders] == [Decoder if case in INDEXED_CASES else kind]
+    assert [type(decoder) for decoder in decoders] == [Decoder if case in (*INDEXED_CASES, *ALIBI_CASES) else kind]
     found, _ = generate(llm, num_steps)
     assert [len(token_ids) for token_ids in found] == [num_steps] * len(PROMPTS)
     assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
