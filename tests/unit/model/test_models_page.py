@@ -120,6 +120,12 @@ def models_page():
     return _HEAD + "".join(_row(model_type) for model_type in sorted(FAMILIES))
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "ExaoneForCausalLM"])
+def test_a_class_without_a_model_type_is_of_the_type_that_is_named_after_it(name):
+    model_type, _ = find_family({"architectures": [name]})
+    assert FAMILIES.get(model_type).architectures[0] == name
+
+
 def test_models_page_is_what_the_code_says():
     if os.environ.get("QUIRE_WRITE_DOCS") == "1":
         PAGE.write_text(models_page(), encoding="utf-8")
