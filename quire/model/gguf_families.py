@@ -386,6 +386,8 @@ def _falcon(keys: GgufKeys) -> Config:
 
 
 def _granite_swa(keys: GgufKeys) -> Config:
+    if keys.integer("expert_count"):
+        raise UnsupportedError(f"{keys.file.path}: Granite with windows and experts is not supported as a GGUF file")
     scales = {"attention_multiplier": keys.number("attention.scale"), "logits_scaling": keys.number("logit_scale", 1.0)}
     scales |= {f"{name}_multiplier": keys.number(f"{name}_scale", 1.0) for name in ("embedding", "residual")}
     window = keys.required("attention.sliding_window")

@@ -567,7 +567,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith("gemma4"):
+    if text["model_type"].startswith(("gemma4", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:
