@@ -78,6 +78,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):
+        return "compressed keys and values"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:

@@ -21,6 +21,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases, gemma_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
+from tests.golden.published_files import DEEPSEEK_V4, publish_deepseek_v4, split_convolutions
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -262,6 +263,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek-v32": ("deepseek_v32", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, "rope_parameters": _MSCALE_YARN}),
     "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER}),
+    "deepseek-v4": ("deepseek_v4", {**DEEPSEEK_V4, **_INDEXER, "index_topk": 5, "rope_parameters": _LONG_YARN}),
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
 }
 
@@ -359,7 +361,9 @@ STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _L
 QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
-"""Whose keys are chosen by an indexer: torch runs them, no native kernel does."""
+"""Whose keys are chosen by an indexer."""
+TORCH_CASES: tuple[str, ...] = (*INDEXED_CASES, *dense_cases.ALIBI_CASES, "deepseek-v4")
+"""Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
     *(name for name, (_, _, text, _) in WRAPPED.items() if "kv_lora_rank" in text),
@@ -398,6 +402,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         convert(folder, name)
     if name == "kimi-k25":
         restore_layer_names(folder)
+    if name.startswith("olmo-hybrid"):
+        split_convolutions(folder)
     if name == "qwen3-vl-moe":
         transpose_experts(folder)
     if style == "v4":
@@ -505,6 +511,8 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
                 buffer.copy_(0.3 * randn(buffer.shape))
             elif key.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.2 * randn(buffer.shape))
+            elif key.endswith("tid2eid"):
+                buffer.copy_(randn(len(buffer), 6).topk(buffer.shape[1]).indices)
 
 
 def rewrite_as_v4(folder: Path) -> None:
@@ -514,6 +522,8 @@ def rewrite_as_v4(folder: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     text = config.get("text_config", config)
     text.pop("dtype", None)
+    if text["model_type"] == "deepseek_v4":
+        publish_deepseek_v4(folder, text)
     _rewrite_rope(text)
     if text["model_type"].startswith("gemma4"):
         _rewrite_sizes(text)
@@ -567,7 +577,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith(("gemma4", "mellum")):
+    if text["model_type"].startswith(("gemma4", "lfm3", "olmo_hybrid", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:
