@@ -99,6 +99,7 @@ class DiskTier:
     def __init__(self, store: DiskStore, slab: HostSlab, scheduler: Scheduler, tier: HostTier) -> None:
         self._store, self._slab, self._scheduler, self._tier = store, slab, scheduler, tier
         self._loads: dict[RequestId, _Load] = {}
+        self._asked: list[_Load] = []  # to be looked up together: each wake-up of the thread costs the steps some time
         self._abandoned: list[_Load] = []
         self._written: deque[Sequence[int]] = deque()  # slots to unpin
         self._num_writing = 0
@@ -137,16 +138,18 @@ class DiskTier:
         wait_s = max(_MIN_WAIT_S, self._computing_s(missing.num_blocks))
         load = _Load(request, missing, deadline_s=time.monotonic() + wait_s)
         self._loads[request.request_id] = load
-        self._submit(lambda: self._find(load))
+        self._asked.append(load)
         return True
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something is found or read, or the time is over."""
+        self._look_up()
         if self._is_news.wait(timeout_s):
             self._is_news.clear()
 
     def take_ready(self, now: float) -> list[Request]:
         """Return the requests that need not wait any more; their pages are held in the host tier until they are admitted."""
+        self._look_up()
         self._take_written()
         for load in [load for load in self._abandoned if load.is_read]:
             self._abandoned.remove(load)
@@ -232,6 +235,11 @@ class DiskTier:
             self._wake.notify()
         self._thread.join(_CLOSE_S)
 
+    def _look_up(self) -> None:
+        loads, self._asked = self._asked, []
+        if loads:
+            self._submit(lambda: self._find(loads))
+
     def _is_ready(self, load: _Load, now: float) -> bool:
         """Move a load on; return whether its request need not wait for it any more."""
         if load.found is None:
@@ -310,15 +318,16 @@ class DiskTier:
             self._is_news.set()
         self._store.close()
 
-    def _find(self, load: _Load) -> None:
-        found: list[int] = []
-        try:
-            if not load.is_cancelled and not self._is_broken:
-                found, load.num_blocks = load.missing.choose(self._store.find)
-        except (OSError, sqlite3.Error) as error:
-            self._break(error)
-        finally:
-            load.found = found
+    def _find(self, loads: Iterable[_Load]) -> None:
+        for load in loads:
+            found: list[int] = []
+            try:
+                if not load.is_cancelled and not self._is_broken:
+                    found, load.num_blocks = load.missing.choose(self._store.find)
+            except (OSError, sqlite3.Error) as error:
+                self._break(error)
+            finally:
+                load.found = found
 
     def _read(self, load: _Load) -> None:
         started_s = time.monotonic()

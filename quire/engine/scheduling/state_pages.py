@@ -164,7 +164,9 @@ class StatePages:
     def offer(self, entry: PrefixEntry) -> None:
         """Called before the checkpoint of a block, if it has one, is dropped; saves it in the next plan if worthwhile."""
         pages = self._pages(entry)
-        if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(pages[0][1], entry.is_reused):
+        if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(
+            pages[0][1], entry.is_reused, entry.is_recomputed
+        ):
             self._tier.save_all(pages)
 
     def note_checkpoint(self, sequence: Choice, position: int, entry: PrefixEntry) -> None:

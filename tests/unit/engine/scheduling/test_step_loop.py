@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from ahead_fakes import AheadDriver
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import make_config, make_request
+from reference_model import make_config, make_request
 
 from quire.base.errors import DeviceLostError, RequestError
 from quire.base.ids import RequestId
