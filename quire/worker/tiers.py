@@ -54,8 +54,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_states(config: EngineConfig, report: ModelReport, what: str) -> None:
-    if report.device != "cpu":
-        raise ConfigError(f"{what}, which is not copied to pages on a GPU: leave it out")
     if launched_group(config) is not None or config.distributed_executor_backend == "ray":
         raise ConfigError(f"{what}, whose ranks share pages only where one process has started the others: leave it out")
     num_bytes = page_bytes(report.memory) * (num_state_pages(report.memory) + 1)
