@@ -249,6 +249,11 @@ class KvSpec:
         return self.bytes_per_token * self.block_size - self.window_bytes_per_block
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the host tier: of a block or, where no layer has attention, of a recurrent state."""
+        return self.bytes_per_block or self.bytes_per_state
+
+    @property
     def window_bytes_per_block(self) -> int:
         """Bytes of one block over the layers of the window group."""
         layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
