@@ -184,7 +184,7 @@ class FakeEngine:
             if one.request.request_id in ids:
                 self._end(one)
                 choices = [ChoiceDelta(i, "", [], finish_reason="abort") for i in range(one.request.params.n)]
-                self._tell([(one, RequestDelta(one.request.request_id, choices, True, one.metrics))], None)
+                self._send([(one, RequestDelta(one.request.request_id, choices, True, one.metrics))], None)
 
     def _admit(self):
         everybody = sorted(self._all(), key=lambda one: one.request.is_background)
@@ -220,7 +220,7 @@ class FakeEngine:
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
         report = self._report(began, seconds, num_prompt, num_output, parts)
-        self._tell([(one, self._token(one)) for one in decoding if one in self._running], report)
+        self._send([(one, self._token(one)) for one in decoding if one in self._running], report)
 
     def _report(self, began, seconds, num_prompt, num_output, parts):
         self.num_steps += 1
@@ -248,7 +248,7 @@ class FakeEngine:
     def _end(self, one):
         (self._running if one in self._running else self._waiting).remove(one)
 
-    def _tell(self, pairs, report):
+    def _send(self, pairs, report):
         for one, delta in pairs:
             self.num_delivered += 1
             one.subscription.deliver(delta, self.loop.time())
