@@ -485,7 +485,7 @@ class DecoderLayer:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
-            # The indexer's keys are stored in the value cache, since a latent row is both key and value.
+            # A latent row is both key and value: what would be the cache of values holds the indexer's keys.
             index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
             store_index_keys(keys, place.v_cache, place.step.slots)
