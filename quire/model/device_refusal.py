@@ -32,6 +32,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "xielu in a mixture of experts"
     if layer.attention.shared_kv is not None:
         return "attention to compressed keys and values"
+    if layer.attention.block_indexer is not None:
+        return "attention to blocks of keys that an indexer chooses"
     if not layer.attention.is_causal:
         return "attention in both directions"
     if layer.mixer is not None and layer.mixer.conv_size > MAX_TAPS:

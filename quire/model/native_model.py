@@ -80,6 +80,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "an indexer of keys"
     if any(layer.attention.shared_kv is not None for layer in spec.layers):
         return "compressed keys and values"
+    if any(layer.attention.block_indexer is not None for layer in spec.layers):
+        return "an indexer of blocks of keys"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:
