@@ -456,6 +456,12 @@ class LayerSpec:
         """Whether the layer has a feed-forward block and nothing else."""
         return self.attention == NO_ATTENTION and self.mixer is None
 
+    @property
+    def has_clamped_mlp(self) -> bool:
+        """Whether the gate of its feed-forward block, or of its shared expert, is clamped."""
+        mlp = self.mlp.shared if isinstance(self.mlp, MoeSpec) else self.mlp
+        return mlp is not None and mlp.clamp is not None
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

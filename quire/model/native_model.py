@@ -64,8 +64,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
-    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
-        return "a clamped gate outside of a mixture of experts"
+    if any(layer.has_clamped_mlp for layer in spec.layers):
+        return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(layer.is_parallel for layer, _ in mixtures):
         return "a mixture of experts in parallel to attention"
