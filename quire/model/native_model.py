@@ -64,6 +64,10 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):
+        return "compressed keys and values"
+    if any(layer.attention.block_indexer is not None for layer in spec.layers):
+        return "an indexer of blocks of keys"
     if any(layer.has_clamped_mlp for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
@@ -78,10 +82,6 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
-    if any(layer.attention.shared_kv is not None for layer in spec.layers):
-        return "compressed keys and values"
-    if any(layer.attention.block_indexer is not None for layer in spec.layers):
-        return "an indexer of blocks of keys"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:
