@@ -156,6 +156,8 @@ class AttentionSpec:
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     shared_kv      multi-query attention whose key and value are one row; num_kv_heads is 1
+    v_dim, v_scale the size of a value, at most head_dim, and what multiplies values; None: head_dim. The cache has zeros after
+                   smaller values
     block_indexer  chooses blocks of keys that queries attend to; None: they attend to all keys before them
     """
 
@@ -185,6 +187,8 @@ class AttentionSpec:
     is_causal: bool = True
     shared_kv: SharedKvSpec | None = None
     block_indexer: BlockIndexerSpec | None = None
+    v_dim: int | None = None
+    v_scale: float = 1.0
 
     @property
     def compression(self) -> CompressionSpec | None:
@@ -206,7 +210,17 @@ class AttentionSpec:
     @property
     def output_size(self) -> int:
         """The size of what the heads give together, which the o projection reads."""
-        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        return self.num_heads * (self.value_size if self.latent is None else self.latent.value_dim)
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether values are as large as keys, and stored as they are projected."""
+        return self.value_size == self.head_dim and self.v_scale == 1.0
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)

@@ -446,7 +446,7 @@ class DecoderLayer:
         is_by_head = spec.qk_norm_over != "all"
         if not is_by_head:
             self._norm_qk(heads, spec)
-        heads = {name: y.view(len(x), -1, spec.head_dim) for name, y in heads.items()}
+        heads = {name: y.view(len(x), -1, spec.value_size if name == "v" else spec.head_dim) for name, y in heads.items()}
         if is_by_head and not spec.is_qk_norm_last:
             self._norm_qk(heads, spec)
         heads |= {name: place.rotate(y) for name, y in heads.items() if name != "v"}
@@ -454,6 +454,8 @@ class DecoderLayer:
             self._norm_qk(heads, spec)
         if spec.kv_source is None:
             v = self._norm(heads["v"], spec.v_norm, "v_norm")
+            if not spec.has_plain_values:
+                v = F.pad(v * spec.v_scale, (0, spec.head_dim - spec.value_size))
             store_kv(heads["k"], v, place.k_cache, place.v_cache, place.step.slots)
         sinks, q = self._parameters.get("sinks.weight"), place.scale(heads["q"])
         if self._query_copy is not None:
@@ -461,10 +463,11 @@ class DecoderLayer:
             found.copy_(q[rows])
             self._query_copy = None
         if spec.block_indexer is None:
-            attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
+            attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks)
         else:
             index = self._block_index(x, spec.block_indexer, place)
-            attended = attend_blocks(q, index, place.entries[0], (place.k_cache, place.v_cache), place.step, spec).flatten(1)
+            attended = attend_blocks(q, index, place.entries[0], (place.k_cache, place.v_cache), place.step, spec)
+        attended = attended[..., : spec.value_size].flatten(1)
         if spec.has_output_gate:
             attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
         return self._linear(attended, "o")

@@ -68,6 +68,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "compressed keys and values"
     if any(layer.attention.block_indexer is not None for layer in spec.layers):
         return "an indexer of blocks of keys"
+    if not all(layer.attention.has_plain_values for layer in spec.layers):
+        return "values that are smaller than keys, or scaled"
     if any(layer.has_clamped_mlp for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]

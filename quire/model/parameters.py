@@ -198,7 +198,12 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     kv: dict[str, Shape] = {}
     if spec.kv_source is None:
         modules = ("k",) if spec.is_v_from_k else ("k", "v")
-        kv = {name: shape for module in modules for name, shape in _linear(module, kv_size, hidden, spec.has_qkv_bias).items()}
+        sizes = {"k": kv_size, "v": spec.num_kv_heads * spec.value_size}
+        kv = {
+            name: shape
+            for module in modules
+            for name, shape in _linear(module, sizes[module], hidden, spec.has_qkv_bias).items()
+        }
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **kv,
@@ -207,7 +212,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **({} if spec.block_indexer is None else _block_indexer(spec.block_indexer, hidden)),
         **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
-        **_linear("o", hidden, q_size, spec.has_o_bias),
+        **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 
 
