@@ -21,7 +21,7 @@ from quire.model.families import WRAPPERS
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from tests.golden import gemma_cases, recurrent_cases
-from tests.golden.dense_cases import ALIBI_CASES, WRAPPED, convert
+from tests.golden.dense_cases import WRAPPED, convert
 from tests.golden.make_checkpoints import DENSE_CASES, TORCH_CASES, reference_model
 
 pytestmark = pytest.mark.golden
