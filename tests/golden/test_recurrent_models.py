@@ -7,6 +7,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.model.build import build_model, load_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -18,6 +19,7 @@ from tests.golden.engines import cpu_engine, generate_tokens
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.recurrent_cases import CASES, WRAPPED
+from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.golden
@@ -219,6 +221,29 @@ def test_states_from_tiers_give_the_same_tokens(monkeypatch, tmp_path, checkpoin
         llm.close()
     assert hits[2] == 80  # whole blocks before the last token
     assert hits[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("case", ["qwen3-next", "lfm2", "mamba", "falcon-h1"])
+def test_prompts_of_another_engine_give_the_same_tokens(monkeypatch, tmp_path, checkpoint, expected, case):
+    monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1e9)
+    monkeypatch.setattr(remote_prefill, "_MIN_WAIT_S", 60.0)
+    outputs, sizes = expected(case), {"max_num_seqs": 3, "num_kv_blocks": 60, "kv_host_bytes": 8 << 20}
+    roles = {"role": "decode", "prefill_min_tokens": 16, **sizes}
+    peer = PrefillThread(
+        model=str(checkpoint(case)), skip_tokenizer_init=True, device="cpu", prefill_listen=f"unix:{tmp_path}/pages", **sizes
+    )
+    with peer:
+        llm = cpu_engine(checkpoint(case), prefill_urls=(peer.address,), **roles)
+        for _ in range(2):  # the second time everything is in the pool
+            assert [choices[0] for choices in generate(llm, PROMPTS)] == outputs
+        found, stats = llm.llm_engine.stats.tiers[-1], llm.llm_engine.scheduler
+        assert found.outcomes["complete"] == 2
+        assert found.num_hits == found.num_loaded > 0
+        assert stats.prefix_cache_hits == 2 * 80  # whole blocks before the last token, also the first time
+        assert stats.kv.host_tier.num_pinned == 0
+        llm.close()
 
 
 def test_memory_plan_counts_the_states(checkpoint):

@@ -289,7 +289,7 @@ struct StepExperts : StepContext {
             kernels.elementwise->add_scaled(sum, plan.shared_out_ + row * hidden_stride(), factor, plan.hidden_);
         }
         if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
-        kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
+        kernels.elementwise->add_scaled(x(row), sum, l.last_scale(), plan.hidden_);
         if (!l.per_layer_gate && l.output_scale != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, l.output_scale, 0.0f);
     }
 };
