@@ -195,6 +195,8 @@ class DeviceDecoder:
                               have num_long_rope_rows added to their positions
         Returns               [T, hidden_size], after the final norm
         """
+        if self.ranks is not None and self.ranks.context is not None:
+            step = self.ranks.context.localize(step, pool.num_blocks - 1, pool.spec.block_size)  # one is spare
         x = None if self._embed is None else self._embed(token_ids, positions)
         if self.stage is not None:
             x = self.stage.take_rows(len(token_ids), x)
