@@ -48,7 +48,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype-skip-layers",
         type=engine_options.integers,
         metavar="0,-1",
-        help="layers whose KV cache is not quantised; negative numbers count from the end; on a CPU one rank",
+        help="layers whose KV cache is not quantised; negative numbers count from the end",
     )
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time; 128, if not given")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens in one step; the engine's default, if not given")

@@ -209,11 +209,6 @@ def _check_num_devices(num_devices: int, shape: Any, record: Any, hardware: Any)
         raise ConfigError(
             f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
         )
-    if shape.has_kept_layers and num_devices > 1 and hardware.kind != "gpu":
-        raise ConfigError(
-            "--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks on CPUs do not support, got "
-            f"{num_devices}"
-        )
     if record is not None and num_devices > 1:
         raise ConfigError(
             f"--tensor-parallel-size must be 1 with --measured, whose steps are of one replica, got {num_devices}"

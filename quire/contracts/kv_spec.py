@@ -220,6 +220,10 @@ class KvSpec:
             self, layer_dtypes=tuple(dtype if i in layers else self.dtype_of(i) for i in range(len(self.layer_shapes)))
         )
 
+    def with_dtypes(self, layer_dtypes: tuple[KvDtype, ...]) -> KvSpec:
+        """Return the shape with these dtypes of its layers; none: all are `dtype`."""
+        return replace(self, layer_dtypes=layer_dtypes)
+
     def dtype_of(self, layer: int) -> KvDtype:
         """Return how the cache of a layer keeps keys and values."""
         return self.layer_dtypes[layer] if self.layer_dtypes else self.dtype

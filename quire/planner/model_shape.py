@@ -189,11 +189,6 @@ class ModelShape:
         return asdict(self)
 
     @property
-    def has_kept_layers(self) -> bool:
-        """Whether layers keep K and V in the model's dtype, whatever the KV format is."""
-        return any(group.kept.num_rows for group in self.attention)
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """The windows of its attention, each once, in the order of `attention`."""
         return tuple(group.window for group in self.attention)

@@ -12,7 +12,7 @@ from quire.contracts.memory import HostPart
 from quire.contracts.model_spec import ModelSpec
 from quire.model.tensor_shards import ModelShard
 from quire.worker.expert_parallel import Placements, expert_parameters, find_placements
-from quire.worker.memory import cpu_block_size, kv_dtype, limits_windows
+from quire.worker.memory import kv_spec_of, limits_windows
 from quire.worker.parallel_launch import launched_group
 
 
@@ -44,8 +44,9 @@ def host_part(
     own = sum(held_parameters(config, shard, shapes) for shard in shards)
     whole = max(1, sum(map(math.prod, shapes.values())))
     is_limited = limits_windows(config, spec, max_model_len)
-    block_size, dtype = cpu_block_size(config), kv_dtype(config, spec)
-    kv: list[KvSpec] = [shard.kv_spec(spec, block_size, dtype, is_limited) for shard in shards]
+    model_kv = kv_spec_of(config, spec, is_limited)
+    parts = (shard.kv_spec(spec, model_kv.block_size, model_kv.dtype, is_limited) for shard in shards)
+    kv: list[KvSpec] = [part.with_dtypes(model_kv.layer_dtypes) for part in parts]
     return HostPart(
         len(ranks) * num_stages * num_copies,
         config.tensor_parallel_size * num_stages * num_copies,
@@ -63,7 +64,7 @@ def _row_ranks_part(
 ) -> HostPart:
     """Return the same for ranks that each have the whole model and the whole KV cache."""
     num_ranks = len(ranks_on_host(config, environment))
-    kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec), limits_windows(config, spec, max_model_len))
+    kv = kv_spec_of(config, spec, limits_windows(config, spec, max_model_len))
     return HostPart(
         num_ranks,
         config.prefill_context_parallel_size,

@@ -203,11 +203,6 @@ def kv_spec_of(config: EngineConfig, spec: ModelSpec, is_limited: bool) -> KvSpe
     if config.kv_cache_dtype_skip_layers is None:
         return kv
     kept = skipped_layers(config.kv_cache_dtype_skip_layers, spec)
-    if config.parallel.world_size > 1:
-        raise ConfigError(
-            "kv_cache_dtype_skip_layers is not supported with tensor-parallel or context-parallel ranks or pipeline stages: "
-            "leave it out"
-        )
     wide = replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=None)
     return kv.with_layers(kept, kv_dtype(wide, spec))
 

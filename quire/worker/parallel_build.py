@@ -84,6 +84,7 @@ class RankConfig:
     context_size       ranks that share the tokens of sequences
     home_size          ranks of each home of sequences; 0: there are no homes
     num_states, num_state_checkpoints  as in MemoryPlan
+    layer_kv_dtypes    see KvSpec.layer_dtypes
     num_row_ranks      groups of len(shares) tensor-parallel ranks that divide the rows of a step
     """
 
@@ -115,6 +116,7 @@ class RankConfig:
     group_files: tuple[int, ...] = ()
     num_states: int = 0
     num_state_checkpoints: int = 0
+    layer_kv_dtypes: tuple[KvDtype, ...] = ()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -194,6 +196,7 @@ def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]
         own = held_parameters(config, shard, report.parameters) if is_cpu else shard_parameters(shard, report.parameters)
         memory = report.memory
         kv = shard.kv_spec(report.spec, memory.kv.block_size, memory.kv.dtype, memory.kv.window_tokens is not None)
+        kv = kv.with_dtypes(memory.kv.layer_dtypes)
         whole = own if rank == 0 and not is_cpu else whole
         num_bytes = report.memory.weight_bytes * own // whole
         first = next((layer for layer in shard.layers if layer.heads.heads.size > 0), shard.layers[0])
@@ -300,7 +303,7 @@ def _rank_group(
     is_windowed = config.num_window_blocks > 0
     if len(config.shares) == 1:
         division = RowDivision(rank, config.num_row_ranks, barrier.address, config.rows_file)
-        kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+        kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed).with_dtypes(config.layer_kv_dtypes)
         return RankGroup(None, exchange=exchange, division=division), kv
     size, is_rank_0 = config.context_size, rank == 0
     rank %= len(config.shares)
@@ -312,7 +315,8 @@ def _rank_group(
     group = RankGroup(
         shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, home_size=config.home_size
     )
-    return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
+    kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
+    return group, kv.with_dtypes(config.layer_kv_dtypes)
 
 
 def page_part(config: RankConfig, folder: Path, rank: int, own: KvSpec, exchange: RowExchange | None) -> PagePart | None:
@@ -326,7 +330,7 @@ def page_part(config: RankConfig, folder: Path, rank: int, own: KvSpec, exchange
     spec = _read_spec(config, folder)
     place = rank % len(config.shares)
     shards = [ModelShard.of(spec, each, config.shares, config.placements(spec)) for each in range(len(config.shares))]
-    whole = KvSpec.of(spec, config.block_size, config.kv_dtype)
+    whole = KvSpec.of(spec, config.block_size, config.kv_dtype).with_dtypes(config.layer_kv_dtypes)
     first_heads = tuple(layer.cached_kv_heads.start for layer in shards[place].layers)
     sizes = [shard.kv_spec(spec, config.block_size, config.kv_dtype).bytes_per_state for shard in shards]
     return PagePart(config.slots_file, whole, own, 0, first_heads, sum(sizes), sum(sizes[:place]))
@@ -413,6 +417,7 @@ def _rank_config(config: EngineConfig, report: ModelReport, files: Sequence[int]
         max_num_seqs=config.max_num_seqs,
         block_size=memory.kv.block_size,
         kv_dtype=memory.kv.dtype,
+        layer_kv_dtypes=memory.kv.layer_dtypes,
         num_kv_blocks=memory.num_kv_blocks,
         num_window_blocks=memory.num_window_blocks,
         shares=config.parallel.shares,

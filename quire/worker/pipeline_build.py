@@ -91,6 +91,7 @@ def _stage_config(
         num_batch_slots=2 * config.max_num_seqs,
         block_size=memory.kv.block_size,
         kv_dtype=memory.kv.dtype,
+        layer_kv_dtypes=memory.kv.layer_dtypes,
         num_local_blocks=memory.num_local_blocks,
         num_window_blocks=memory.num_window_blocks,
         layers=tuple(stage.num_layers for stage in stages),

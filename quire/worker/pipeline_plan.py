@@ -222,7 +222,8 @@ def _worker_kv(report: ModelReport, stage: PipelineStage, shard: ModelShard | No
     """Return the layout of the KV cache of a rank of a stage."""
     kv = report.memory.kv
     if shard is not None:
-        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+        own = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+        kv = own.with_dtypes(kv.layer_dtypes)
     return kv.part(stage.start, stage.stop)
 
 

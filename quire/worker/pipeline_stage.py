@@ -98,6 +98,7 @@ class StageConfig:
     options: dict[str, str] = field(default_factory=dict[str, str])
     num_states: int = 0
     num_state_checkpoints: int = 0
+    layer_kv_dtypes: tuple[KvDtype, ...] = ()
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -162,7 +163,8 @@ class StageConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StageConfig:
         """Return what to_json was called on."""
-        lists = {name: tuple(fields[name]) for name in ("layers", "shares", "rows_files", "num_threads", "kept_layers")}
+        names = ("layers", "shares", "rows_files", "num_threads", "kept_layers", "layer_kv_dtypes")
+        lists = {name: tuple(fields[name]) for name in names}
         return cls(**{**fields, **lists, "sizes": PipelineSizes(**fields["sizes"])})
 
 
@@ -185,13 +187,15 @@ def build_stage(
     policy = None if config.quantization is None else POLICIES[config.quantization]
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
     is_windowed = config.num_window_blocks > 0
-    group, kv = None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+    group = None
+    kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed).with_dtypes(config.layer_kv_dtypes)
     whole, shards = kv, list[tuple[ModelShard, KvSpec]]()
     if place.num_tensor_ranks > 1:
         rank, size, placements = place.tensor_rank, config.context_size, placements_of(config.expert_ranks, spec)
         for each in range(place.num_tensor_ranks):
             one = ModelShard.of(spec, each, config.shares, placements, size)
-            shards.append((one, one.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)))
+            own_kv = one.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
+            shards.append((one, own_kv.with_dtypes(config.layer_kv_dtypes)))
         shard, kv = shards[rank]
         context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
         assert rows_file is not None

@@ -181,7 +181,7 @@ def test_pages_are_found_on_disk_after_a_restart(tmp_path):
 )
 @pytest.mark.parametrize("kv_format", ["auto", pytest.param("k8v4", marks=pytest.mark.slow)])
 def test_pages_on_disk_are_found_by_another_number_of_processes(tmp_path, thread_workers, first, second, kv_format):
-    format_ = {"kv_cache_dtype": kv_format}
+    format_ = {"kv_cache_dtype": kv_format} | ({} if kv_format == "auto" else {"kv_cache_dtype_skip_layers": (0,)})
     options = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all", **format_}
     with make_llm(enable_prefix_caching=False, **format_) as cold:
         expected, _ = run(cold, [PREFIX])

@@ -46,7 +46,6 @@ def test_layers_that_keep_the_models_format_are_counted_as_in_the_engine(kv_form
     assert shape.kv_bytes_per_token(kv_format) == kv.bytes_per_token
     assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
     assert shape.kv_bytes_per_token("bfloat16") == report.memory.kv.bytes_per_token
-    assert shape.has_kept_layers
     assert ModelShape.from_dict(shape.to_dict()) == shape
 
 

@@ -109,7 +109,7 @@ def test_outputs_are_those_of_one_rank(layout):
 OPTIONS = {
     "chunked": {"max_num_batched_tokens": 100},
     "int8-cache": {"kv_cache_dtype": "int8", "quantization": "int8"},
-    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit"},
+    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
     "float32": {"dtype": "float32"},
     "blocks-of-64": {"block_size": 64, "num_kv_blocks": 60},
     "mixture-of-experts": {"model": "demo-moe"},

@@ -88,8 +88,6 @@ def test_layers_that_are_not_quantised_are_in_the_plan_and_in_the_fingerprints(t
     assert len({str(one) for one in prints}) == 6
     with pytest.raises(ConfigError, match=f"kv_cache_dtype_skip_layers must be from -{last + 1} to {last} .* got {last + 1}"):
         inspect_with(0, last + 1)
-    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers is not supported with .* pipeline stages"):
-        inspect_with(0, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(

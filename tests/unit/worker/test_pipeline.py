@@ -171,7 +171,7 @@ def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_
 OPTIONS = {
     "int8": {"quantization": "int8"},
     "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
-    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit"},
+    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
     "fp8": {"quantization": "fp8"},
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
