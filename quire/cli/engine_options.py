@@ -78,7 +78,7 @@ ENGINE_OPTIONS: tuple[EngineOption, ...] = (
         "--kv-cache-dtype-skip-layers",
         type=integers,
         metavar="0,-1",
-        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
+        help="layers whose KV cache is not quantised; negative numbers count from the end; on a CPU one rank",
     ),
     _option("--max-model-len", type=int, help="tokens of a sequence, prompt and output together"),
     _option("--max-num-seqs", type=int, help="sequences that run at the same time"),

@@ -163,7 +163,7 @@ def _options(args: argparse.Namespace) -> Any:
     shape, precision, kv_format = planning_options.read_shape(args, hardware, record)
     limits = planning_options.read_limits(args, hardware, shape, record)
     num_devices = args.tensor_parallel_size
-    _check_num_devices(num_devices, shape, record)
+    _check_num_devices(num_devices, shape, record, hardware)
     page_bytes = shape.kv_bytes_per_token(kv_format) * limits.block_size
     tiers = _tiers(args, page_bytes)
     times = record.fit() if record is not None else RooflineTime(shape, hardware, precision, kv_format, num_devices)
@@ -204,14 +204,15 @@ def _options(args: argparse.Namespace) -> Any:
     )
 
 
-def _check_num_devices(num_devices: int, shape: Any, record: Any) -> None:
+def _check_num_devices(num_devices: int, shape: Any, record: Any, hardware: Any) -> None:
     if num_devices < 1 or shape.num_kv_heads % num_devices:
         raise ConfigError(
             f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
         )
-    if shape.has_kept_layers and num_devices > 1:
+    if shape.has_kept_layers and num_devices > 1 and hardware.kind != "gpu":
         raise ConfigError(
-            f"--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks do not support, got {num_devices}"
+            "--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks on CPUs do not support, got "
+            f"{num_devices}"
         )
     if record is not None and num_devices > 1:
         raise ConfigError(

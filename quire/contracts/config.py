@@ -59,7 +59,7 @@ class EngineConfig:
                             same, in e4m3; "turboquant_4bit": about a quarter, rotated vectors with sixteen levels;
                             "k8v4": keys in int8 and values in turboquant_4bit
     kv_cache_dtype_skip_layers  layers that keep the KV cache in the model's dtype, where kv_cache_dtype is a quantised format:
-                            their numbers, negative ones from the end, such as (0, -1). Only on a CPU, with one rank. None: none
+                            their numbers, negative ones from the end, such as (0, -1). On a CPU with one rank only. None: none
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: 2048, on a GPU 8192, or max_num_seqs where that is more

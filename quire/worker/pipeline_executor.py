@@ -48,6 +48,7 @@ from quire.worker.pipeline_messages import encode_numbered_step, encode_request
 from quire.worker.pipeline_own_stage import OwnStage
 from quire.worker.pipeline_stage import StageConfig
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+from quire.worker.tiers import state_bytes
 
 logger = get_logger(__name__)
 
@@ -115,7 +116,7 @@ class PipelineExecutor:
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
         self._num_experts, self._placed = config.sizes.num_experts, placed
         self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
-        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0))
+        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0), state_bytes=state_bytes(memory))
         self.host_slab: HostSlab | None = None
         self.release: Callable[[], None] | None = None
 

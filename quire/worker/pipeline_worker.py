@@ -5,7 +5,6 @@ Run by the leader as `python -m quire.worker.pipeline_worker`, see quire.paralle
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -136,6 +135,7 @@ class StageExecutor:
         self._row_adapters: dict[int, NDArray[np.int32] | None] = {}  # of the last step in each slot
         self._num_answers = 0
         self._slab: HostSlab | None = None
+        self._num_checkpoints = plan.num_state_checkpoints
 
     @property
     def spared_bytes(self) -> int:
@@ -145,7 +145,7 @@ class StageExecutor:
     def open_host_tier(self, num_pages: int, part: PagePart | None) -> None:
         """Map the pages of the host tier, if it has any; part: None: pages of these layers alone."""
         if num_pages > 0:
-            self._slab = HostSlab(self._kv, num_pages, part=part)
+            self._slab = HostSlab(self._kv, num_pages, part=part, num_checkpoints=self._num_checkpoints)
 
     def follow(self, call: Call) -> bool:
         """Make a call that the leader waits for; return whether it was such a call."""
@@ -228,8 +228,7 @@ class StageExecutor:
             self._write_features(slot, tokens, reads, outputs)
         tokens_of_experts = self._own_expert_tokens
         if len(tokens_of_experts):
-            counts = itertools.chain.from_iterable(self._decoder.plan.expert_tokens())
-            tokens_of_experts[:] = np.fromiter(counts, np.int64, len(tokens_of_experts))
+            self._decoder.plan.copy_expert_tokens(tokens_of_experts.ctypes.data, len(tokens_of_experts))
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)

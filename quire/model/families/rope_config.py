@@ -156,6 +156,11 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
     return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim, is_f32=is_f32)
 
 
+def read_named_rope(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int) -> RopeSpec:
+    """Return the rotary embedding that an object under a key describes, for families with keys of their own."""
+    return _resolve(config, key, values, head_dim)
+
+
 def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False) -> RopeSpec:
     kind = _read_kind(config, key, values)
     _check_keys(config, key, values)
@@ -247,7 +252,9 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
     kinds = _ALL_KINDS
     if config.model_type == "phi3":  # whose older checkpoints name it so
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
-    if config.model_type in ("gemma4_text", "gemma4_unified_text"):
+    if config.model_type == "sarvam_mla" and kind == "deepseek_yarn":
+        kind = "yarn"
+    if config.model_type in ("gemma4_text", "gemma4_unified_text", "lfm3"):
         kinds = (*kinds, "proportional")
     if kind not in kinds:
         raise UnsupportedError(
