@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import Driver, LatePages, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver, LatePages
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import BlockId, RequestId
