@@ -93,9 +93,9 @@ def measure_no_reuse(run: Run) -> None:
     for engine in engines:
         engine.close()
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    median = statistics.median(ratios)
+    median, of_cpu = statistics.median(ratios), statistics.median(cpu_ratios)
     print(f"no-reuse: bar 0.99\nthroughput {median:.3f} of that without tiers ({low:.3f} to {high:.3f}, {num_pairs} pairs), "
-          f"tokens per CPU second {statistics.median(cpu_ratios):.3f}; {num_written} pages written meanwhile", flush=True)  # fmt: skip
+          f"tokens per CPU second {of_cpu:.3f}; {num_written} pages written meanwhile", flush=True)  # fmt: skip
 
 
 def run_tool(name: str, bar: str, *arguments: str) -> None:
