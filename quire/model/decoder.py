@@ -30,7 +30,7 @@ from quire.contracts.model_spec import (
     QueryScaling,
     RopeSpec,
 )
-from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_output_gate, apply_xielu
 from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kernels.reference.compressed_attention import EntryCache
@@ -456,7 +456,7 @@ class DecoderLayer:
             self._query_copy = None
         attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
         if spec.has_output_gate:
-            attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
+            attended = apply_output_gate(attended, self._linear(x, "attn_gate"), spec)
         return self._linear(attended, "o")
 
     def _norm_qk(self, heads: dict[str, Tensor], spec: AttentionSpec) -> None:

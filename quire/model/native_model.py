@@ -431,7 +431,7 @@ class NativeModelBuilder:
         for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = _attention_rows(spec, shard)
+        rows, layer.has_head_gate = _attention_rows(spec, shard), attention.has_head_gate
         for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
@@ -561,9 +561,15 @@ def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shar
     """Return the rows of q, k, v and o that a rank has."""
     if shard is None:
         return {}
-    dim = spec.attention.head_dim
+    dim, own = spec.attention.head_dim, shard.heads.heads
     heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
+    return {
+        "q": heads,
+        "attn_gate": own if spec.attention.has_head_gate else heads,
+        "k": kv_heads,
+        "v": kv_heads,
+        "o": shard.o_outputs,
+    }
 
 
 def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
