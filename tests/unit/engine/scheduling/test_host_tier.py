@@ -62,6 +62,17 @@ def test_nothing_is_saved_of_prompts_that_come_once_when_kv_save_is_reused():
     assert len(driver.scheduler.kv.host_tier) == 0
 
 
+def test_nothing_is_saved_of_what_preemptions_compute_again_when_kv_save_is_reused():
+    driver = Driver(tier_config(kv_save="reused"))
+    for name in range(4):
+        driver.add(make_request(name, range(name * 100, name * 100 + 12), max_tokens=12, ignore_eos=True))
+    driver.run()
+    run_one(driver, 4, range(400, 428))  # takes all blocks of the pool
+    assert driver.scheduler.num_preemptions > 1
+    assert not any(plan.page_saves for plan in driver.worker.plans)
+    driver.check_outputs()
+
+
 def test_prompt_that_comes_a_second_time_is_saved_when_kv_save_is_reused():
     driver = Driver(tier_config(kv_save="reused"))
     cached = []

@@ -180,7 +180,7 @@ def test_the_books_are_right_when_a_step_is_interrupted(place):
     with pytest.raises(KeyboardInterrupt):
         driver.step()
     setattr(driver.worker, place, lambda: False)
-    for step in driver.worker._queue:
+    for step in driver.worker.queue:
         step.is_broken = step.is_broken or step not in driver.worker.uncollected
     driver.run()
     driver.check_outputs()

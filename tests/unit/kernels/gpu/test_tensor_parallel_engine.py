@@ -121,7 +121,10 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "placement"),
-    [("qwen3", {"quantization": "int4", **MIXED}, {}), ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2})],
+    [
+        ("qwen3", {"quantization": "int4", **MIXED}, {}),
+        ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2}),
+    ],
 )
 def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
     tmp_path, threads, family, options, placement

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from quire.api.openai.chat import ChatCompletionRequest
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.serving.answers import Download, Ready, Stream
 from quire.serving.auth import hash_key
-from quire.serving.config import ApiKey
+from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError, engine_unavailable, overloaded
+from quire.serving.http.lifecycle import listen
 from tests.unit.serving.http.shell import Body, ask, echo, endpoint, exchange, parse, post, running
 
 
@@ -449,3 +450,11 @@ def test_clients_are_told_different_times_to_come_back_when_the_engine_is_away()
     told = {engine_unavailable("it starts").headers()["retry-after-ms"] for _ in range(50)}
     assert len(told) > 25
     assert all(5000 <= int(ms) <= 6251 for ms in told)
+
+
+def test_start_is_refused_when_the_path_of_the_socket_is_a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("kept")
+    with pytest.raises(ConfigError, match="uds: cannot listen on"):
+        listen(ServerConfig(uds=path))
+    assert path.read_text() == "kept"
