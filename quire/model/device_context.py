@@ -210,7 +210,9 @@ class LayerContext:
         assert v is not None
         return KvCache(k, v, k_scales, taken(cache.v_scales))
 
-    def _plan(self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool) -> _Plan:
+    def _plan(
+        self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool
+    ) -> _Plan:
         counts, lengths = step.query_counts, step.host_context_lens
         assert counts is not None
         assert lengths is not None

@@ -300,7 +300,7 @@ def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state"),
+        ("zaya", "keeps a recurrent state"),
         ("xglm", "does not send its attention through the attention interface"),
         ("minimax", "keeps a recurrent state"),
         ("roberta", "is an encoder"),
