@@ -40,6 +40,7 @@ from quire.model.pipeline_stages import PipelineStage
 from quire.model.tensor_shards import ExpertShard, LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
+from quire.quant.policy import is_in_end_layer
 
 logger = get_logger(__name__)
 
@@ -294,10 +295,10 @@ class NativeModelBuilder:
     ) -> NativeWeight:
         """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
-        shared = self._shared.get((id(parameter), rows, self._is_at_end(name)))
-        if shared is not None:
+        key = id(parameter), rows, is_in_end_layer(name, len(self._spec.layers))
+        if key in self._shared:
             self._parameters.pop(f"{name}.bias", None)
-            return shared[1]
+            return self._shared[key][1]
         weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
@@ -314,12 +315,8 @@ class NativeModelBuilder:
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
             if self._has_blocks:
-                self._shared[id(parameter), rows, self._is_at_end(name)] = parameter, packed
+                self._shared[key] = parameter, packed
         return packed
-
-    def _is_at_end(self, name: str) -> bool:
-        """Return whether a parameter is in the first or last layer, whose weights may be quantised differently."""
-        return name.startswith(("layers.0.", f"layers.{len(self._spec.layers) - 1}."))
 
     def _pack_parts(self, name: str, ranges: Sequence[ShardRange]) -> list[NativeWeight]:
         """Return packed rows of a weight, with those of its bias: ranges after one another."""
