@@ -156,7 +156,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-dp-attention",
         action="store_true",
-        help="each of these processes has whole attention weights and attends to sequences of its own; CPU",
+        help="each of these processes has whole attention weights and attends to sequences of its own",
     )
     group.add_argument(
         "--dp-attention-size",

@@ -40,7 +40,7 @@ from quire.speculate.memory import StepLimits
 from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
-from quire.worker.device.expert_loading import device_mover, moving_bytes
+from quire.worker.device.expert_loading import device_mover
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
@@ -58,6 +58,7 @@ from quire.worker.device.memory import (
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
+    moving_bytes,
     offload_plan,
     plan_device_memory,
     rank_device,
@@ -249,7 +250,7 @@ def build_rank(
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
-        num_moving = moving_bytes(config, report)
+        num_moving = moving_bytes(config, report.spec, report.parameters)
         own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes
@@ -259,7 +260,7 @@ def build_rank(
             least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
             plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
         states = plan.num_states, plan.num_state_checkpoints
-        num_blocks = plan.num_kv_blocks, plan.num_window_blocks
+        num_blocks = plan.num_local_blocks, plan.num_window_blocks
         stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
@@ -344,7 +345,8 @@ def _compile_ahead(
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = KvSpec.on_device(group.stage.rank_specs[0], kv.block_size, kv.dtype, kv.window_tokens is not None)
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
+    has_homes = config.enable_dp_attention
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
     return Precompilation(order, parameters)
 
 

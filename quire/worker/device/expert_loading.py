@@ -10,7 +10,6 @@ import torch
 from quire.base.errors import InvariantError
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
-from quire.contracts.model_spec import DTYPE_BYTES
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_shards import DeviceShard
@@ -18,15 +17,6 @@ from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.parallel.communicator import Communicator
 from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import count_experts, expert_parameters
-
-
-def moving_bytes(config: EngineConfig, report: ModelReport) -> int:
-    """Return the memory of a GPU that experts take while they move: two of the largest, dense; 0 where none move."""
-    if not config.enable_eplb:
-        return 0
-    value_bytes = DTYPE_BYTES[report.spec.dtype]
-    return 2 * value_bytes * max(expert_parameters(report.parameters, layer) for layer in count_experts(report.spec))
 
 
 class DeviceExpertLoader:

@@ -194,6 +194,8 @@ class GpuStepExecutor(StepLauncher):
         adapters = None if self._adapters is None else self._adapters.numbers.of_runs(tokens.adapters, tokens.starts)
         rope_rows = self._decoder.num_long_rope_rows
         step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
+        if self._homes.size > 1:
+            step = self._homes.placed(step, self.block_tables[step.rows, 0], (self._pool.num_blocks, self.block_size))
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
         sampling = "deferred" if self._defers else self.sampling_table.sampling_of(step.sampled_rows)

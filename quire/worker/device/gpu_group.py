@@ -136,7 +136,10 @@ class RankConfig:
         return [spec] if size == 1 else [self._shard(spec, rank, placements).local_spec for rank in range(size)]
 
     def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
-        return DeviceShard.of(spec, tensor_rank, self.config.parallel.shares, self.config.deterministic, placements)
+        config = self.config
+        return DeviceShard.of(
+            spec, tensor_rank, config.parallel.shares, config.deterministic, placements, config.enable_dp_attention
+        )
 
     def report(self, rank: int, device: torch.device) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""
