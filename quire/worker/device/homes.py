@@ -51,8 +51,9 @@ class Homes(NamedTuple):
         return replace(step, homes=first_blocks // num_blocks, slots=step.slots % (num_blocks * block_size))
 
     def homes_of(self, step: HostStep) -> NDArray[np.int64]:
-        """Return the home of each sequence [S]; those of a step of padding may live anywhere."""
-        return np.arange(len(step.counts)) % self.size if step.homes is None else step.homes
+        """Return the home of each sequence [S]; those of a step of padding are all at the first one, whose rank takes most
+        memory for them then, and launches what steps of one rank launch."""
+        return np.zeros(len(step.counts), np.int64) if step.homes is None else step.homes
 
     def own_changes(
         self, staged: Staged, counts: ChangeCounts, pool: tuple[int, int]
