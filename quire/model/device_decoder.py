@@ -146,12 +146,6 @@ class DeviceDecoder:
         with self.on_device():
             return read_counts([layer.routing for layer in self._layers])
 
-    @property
-    def placements(self) -> dict[int, ExpertPlacement]:
-        """Where the whole experts of each layer are, by its index; empty: they are not on ranks."""
-        exchanges = {index: layer.exchange for index, layer in enumerate(self._layers)}
-        return {index: exchange.placement for index, exchange in exchanges.items() if exchange is not None}
-
     def check_expert(self, layer: int, weights: DeviceWeights) -> None:
         """Raise UnsupportedError for the weights of one expert whose form is not that of the layer's."""
         self._layers[layer].check_expert(weights)

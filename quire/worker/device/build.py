@@ -68,7 +68,7 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import placements_of, warn_lossy
+from quire.worker.expert_parallel import warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, start_workers
@@ -123,17 +123,16 @@ def build_device_runner(
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None
+    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
     if built.adapters is not None:
-        leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
         holder = built.adapters if leader is None else GroupAdapters(leader)
         adapters = DecoderAdapters(config, report, holder, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
-    if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
-        return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
-    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) and config.enable_eplb else None
-    rebalance = None if leader is None else leader.rebalance_experts
+    rebalance = None if leader is None or not config.enable_eplb else leader.rebalance_experts
+    if leader is not None and config.pipeline_parallel_size > 1:
+        return PipelinedStepDriver(leader, speculator, drafting, mover, adapters, mark_step, processor, rebalance), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover, rebalance)
     return driver, report
 
@@ -173,9 +172,8 @@ def _start_ranks(
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
-        placements = placements_of(told.expert_ranks, report.spec)
-        if placements is not None and group.stage is None:
-            built.executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+        if group.placements is not None:
+            built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -231,7 +229,7 @@ def build_rank(
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
         logger.info(decoder.fusion)
-        if counts_experts(config) and stage is None:
+        if counts_experts(config):
             decoder.watch_experts(config.lossy_routing)
         kv = report.memory.kv
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
@@ -275,7 +273,7 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group.host)
+    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group)
     return BuiltRank(stepper, drafter, plan, adapters, mover)
 
 

@@ -22,6 +22,7 @@ from quire.kv.device_pages import DevicePages, PageShare
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_routing import RoutingCounts
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.sampling.row_state import SamplingRow
@@ -273,8 +274,7 @@ class GpuStepExecutor(StepLauncher):
         """See StepExecutor: where the decoder watches them. Waits for launched steps."""
         if not isinstance(self._decoder, DeviceDecoder):
             return []
-        self._wait_for_steps()
-        counts = self._decoder.expert_counts()
+        counts = self._expert_counts()
         stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
         return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
 
@@ -294,10 +294,18 @@ class GpuStepExecutor(StepLauncher):
 
     def _placed_tokens(self) -> dict[int, NDArray[np.int64]]:
         """Return the tokens so far of the experts of each layer that has any."""
+        counts = enumerate(self._expert_counts())
+        return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
+
+    def own_expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer of the decoder, see there. Waits for launched steps."""
         assert isinstance(self._decoder, DeviceDecoder)
         self._wait_for_steps()
-        counts = enumerate(self._decoder.expert_counts())
-        return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
+        return self._decoder.expert_counts()
+
+    def _expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer of the model."""
+        return self.own_expert_counts()
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""

@@ -112,6 +112,8 @@ class Follower:
                 self._mover.prepare(decode_expert_change(message))
             elif self._mover is not None and call is GpuCall.SWITCH_EXPERTS:
                 self._mover.switch()
+            elif call is GpuCall.COUNT_EXPERTS:
+                self._group.gather_counts(self._executor.own_expert_counts())
             elif call is GpuCall.USE_BLOCKS:
                 self._executor.use_blocks(message.arrays[0].tolist())
             else:

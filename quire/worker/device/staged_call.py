@@ -80,6 +80,7 @@ class GpuCall(IntEnum):
     SWITCH_EXPERTS = 9
     LOAD_ADAPTER = 10
     UNLOAD_ADAPTER = 11
+    COUNT_EXPERTS = 12
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)

@@ -120,7 +120,10 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "placement"),
-    [("qwen3", {"quantization": "int4"}, {}), ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2})],
+    [
+        ("qwen3", {"quantization": "int4"}, {}),
+        ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2, "enable_eplb": True}),
+    ],
 )
 def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
     tmp_path, threads, family, options, placement
@@ -134,9 +137,14 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two
     for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)} | placement):
         llm = engine(folder, deterministic=True, **options, **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
-        ranks = llm.llm_engine.stats.ranks
+        if "enable_eplb" in more:
+            move_experts(llm)
+        found.append(outputs_of(llm, PROMPTS[:1], params[0]))
+        ranks, experts = llm.llm_engine.stats.ranks, llm.llm_engine.stats.experts
         llm.close()
-    assert found[0] == found[1]
+    assert found[:2] == found[2:]
+    assert [each.layer for each in experts] == ([0, 1, 2] if placement else [])
+    assert len({sum(each.tokens) for each in experts}) <= 1  # as many in layers of each stage
     assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
     assert ranks[3].part == "stage 0 (layers 0 to 1), tensor-parallel rank 1"
     assert ranks[0].collectives["recv"].num_calls > 0
