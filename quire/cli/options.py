@@ -94,7 +94,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype-skip-layers",
         type=integers,
         metavar="0,-1",
-        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
+        help="layers whose KV cache is not quantised; negative numbers count from the end; on a CPU one rank",
     )
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.contracts.mixer_spec import StateShape
-from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, ModelSpec
 
 KvDtype = Dtype | Literal["int8", "fp8", "turboquant_4bit", "k8v4"]
 
@@ -130,6 +130,15 @@ class PoolDivision:
         return min(MAX_DEFAULT_BLOCKS, needed + num_more), min(MAX_DEFAULT_BLOCKS, num_window + num_more)
 
 
+def _entry_shape(attention: AttentionSpec, block_size: int) -> tuple[int, int]:
+    """Return the shape that has room for the entries of a block: "k" for these, "v" for those of the indexer."""
+    compression = attention.compression
+    if compression is None:
+        return 0, 0
+    num_values = compression.entries_per_block(block_size) * compression.entry_size(attention.head_dim)
+    return 1, -(-num_values // block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
@@ -138,7 +147,8 @@ class KvSpec:
                   "turboquant_4bit": rotated, sixteen levels; "k8v4": keys as in "int8", values as in "turboquant_4bit".
                   See kernels/reference/kv_formats.py
     layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
-                  another layer
+                  another layer. Where layers have compressed entries (CompressionSpec), as many more follow: those of the
+                  entries of each layer, which are not in the window group. A block has the entries whose last tokens it has
     state_shapes  of the recurrent state of each layer; empty where no layer has one
     window_tokens the layers of the window group keep only so many last tokens of a sequence, and a few more; their blocks are
                   those of a pool of their own. None: all layers are in one group, the full group
@@ -163,7 +173,9 @@ class KvSpec:
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape that a model needs; limits_windows: with a window group, if a layer has a window."""
         attentions = [layer.attention for layer in spec.layers]
-        shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.head_dim) for one in attentions)
+        shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.cached_size) for one in attentions)
+        if any(one.compression is not None for one in attentions):
+            shapes += tuple(_entry_shape(one, block_size) for one in attentions)
         if not spec.has_recurrent_state:
             found = cls(block_size, dtype, shapes)
             return found._with_windows(spec) if limits_windows else found
@@ -182,7 +194,7 @@ class KvSpec:
         windows: dict[int, list[int | None]] = {}
         for index, layer in enumerate(spec.layers):
             source = layer.attention.kv_source
-            windows.setdefault(index if source is None else source, []).append(layer.attention.window)
+            windows.setdefault(index if source is None else source, []).append(layer.attention.kept_window)
         flags = [None not in windows.get(index, [None]) and shape != (0, 0) for index, shape in enumerate(self.layer_shapes)]
         largest = [window for index, flag in enumerate(flags) if flag for window in windows[index] if window is not None]
         return replace(self, window_tokens=max(largest), is_windowed=tuple(flags)) if largest else self

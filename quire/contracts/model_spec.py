@@ -121,6 +121,63 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressionSpec:
+    """Entries of the KV cache that stand for `rate` consecutive tokens each (DeepSeek-V4).
+
+    An entry is the sum of a projection of its tokens, weighed value by value: by the softmax, over the tokens, of a second
+    projection plus a learned table. It is normalised, and rotated at the position of its first token. Queries attend to
+    entries whose tokens are all at or before theirs.
+
+    has_overlap  both projections have two halves: an entry is made of the second halves of its own tokens and the first halves
+                 of the `rate` tokens before them
+    indexer      chooses the entries that a query attends to, by smaller entries of its own that are made in the same way; None:
+                 all are attended to
+    """
+
+    rate: int
+    has_overlap: bool = False
+    indexer: IndexerSpec | None = None
+
+    @property
+    def num_source_tokens(self) -> int:
+        """How many tokens an entry is made of."""
+        return self.rate * (2 if self.has_overlap else 1)
+
+    def source_sizes(self, head_dim: int) -> tuple[int, ...]:
+        """Return the values of each projection of a token that entries are made of: for the entries, and for the indexer's."""
+        dims = (head_dim,) if self.indexer is None else (head_dim, self.indexer.head_dim)
+        return tuple(dim * (2 if self.has_overlap else 1) for dim in dims)
+
+    def entries_per_block(self, block_size: int) -> int:
+        """Return the most entries whose last tokens lie in one block, which holds them."""
+        return -(-block_size // self.rate)
+
+    def entry_size(self, head_dim: int) -> int:
+        """Return the values of an entry, or of the indexer's, whichever is larger."""
+        return head_dim if self.indexer is None else max(head_dim, self.indexer.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKvSpec:
+    """Multi-query attention whose key and value are one row per token (DeepSeek-V4).
+
+    Queries are made of a latent row; each head of them is normalised without a weight. The last values of heads and rows are
+    rotated, pairs of neighbours, and those of the output rotated back. Its heads are in num_groups equal groups; each is
+    projected to group_rank values, and all of these to the output.
+
+    q_rank       size of the latent row that queries are made of
+    norm         of latent rows, queries and rows
+    compression  what is attended to beside the window; None: nothing
+    """
+
+    q_rank: int
+    num_groups: int
+    group_rank: int
+    norm: NormSpec
+    compression: CompressionSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """A factor on the queries of late positions (Llama 4): 1 + beta * log(1 + floor((position + offset) / original_max))."""
 
@@ -154,6 +211,7 @@ class AttentionSpec:
                    either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
+    shared_kv      multi-query attention whose key and value are one row; num_kv_heads is 1
     """
 
     num_heads: int
@@ -180,6 +238,24 @@ class AttentionSpec:
     has_output_gate: bool = False
     latent: LatentSpec | None = None
     is_causal: bool = True
+    shared_kv: SharedKvSpec | None = None
+
+    @property
+    def compression(self) -> CompressionSpec | None:
+        """The compressed entries that it attends to beside its window; None: there are none."""
+        return None if self.shared_kv is None else self.shared_kv.compression
+
+    @property
+    def kept_window(self) -> int | None:
+        """How many last tokens must stay in the cache of the layer, those that the next entry is made of too; None: all."""
+        if self.window is None or self.compression is None:
+            return self.window
+        return max(self.window, self.compression.num_source_tokens)
+
+    @property
+    def cached_size(self) -> int:
+        """The values of a key in the cache: with compression, what entries are made of stands after it."""
+        return self.head_dim + (0 if self.compression is None else sum(self.compression.source_sizes(self.head_dim)))
 
     @property
     def output_size(self) -> int:
@@ -193,10 +269,13 @@ NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
 
 @dataclass(frozen=True, slots=True)
 class GateClamp:
-    """A gate that takes g = min(gate, limit) and u = up within -limit and limit, and gives (u + 1) * g * sigmoid(slope * g)."""
+    """A gate that takes g = min(gate, limit) and u = up within -limit and limit, and gives (u + 1) * g * sigmoid(slope * g).
+
+    slope  None: it gives activation(g) * u (DeepSeek-V4)
+    """
 
     limit: float
-    slope: float
+    slope: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +319,7 @@ class MoeSpec:
     is_renormalized  the chosen weights are divided by their sum
     is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
     has_router_bias  the router's logits have a bias
-    scoring          "softmax" over the experts, "sigmoid" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
+    scoring          "softmax" over the experts, "sigmoid" or "sqrt_softplus" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
     has_correction   a bias is added to the scores for choosing, but not to the weights (DeepSeek-V3)
     groups           None: the experts are not grouped
     least_sum        the least that renormalised weights are divided by
@@ -260,6 +339,7 @@ class MoeSpec:
     has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
     latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
                      the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
+    has_token_table  the experts of a token are those that a table has for its id, weighed by their scores (DeepSeek-V4)
     """
 
     num_experts: int
@@ -268,7 +348,7 @@ class MoeSpec:
     is_renormalized: bool = True
     is_weight_f32: bool = False
     has_router_bias: bool = False
-    scoring: Literal["softmax", "sigmoid", "sparse"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus", "sparse"] = "softmax"
     has_correction: bool = False
     groups: ExpertGroups | None = None
     least_sum: float = 0.0
@@ -284,6 +364,7 @@ class MoeSpec:
     has_expert_scale: bool = False
     latent_size: int | None = None
     has_latent_bias: bool = False
+    has_token_table: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -346,6 +427,28 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Hyper-connections whose mixing is doubly stochastic (mHC, https://arxiv.org/abs/2512.24880): residual streams.
+
+    Each block reads a sum of the streams and is added to all of them, which are mixed with one another, by weights that depend
+    on the streams.
+
+    num_iterations  of normalising rows and columns of the mixing (Sinkhorn and Knopp); eps is added to what they divide by
+    norm            of all streams together, from which the weights are made
+    """
+
+    num_streams: int
+    num_iterations: int
+    eps: float
+    norm: NormSpec
+
+    @property
+    def num_weights(self) -> int:
+        """Of a block: what it reads of each stream, what is added to each, and the mixing."""
+        return self.num_streams * (2 + self.num_streams)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedBlockSpec:
     """A transformer block before the mixer of a layer, whose weights several layers share (Zamba 2, arXiv 2411.15242).
 
@@ -380,6 +483,7 @@ class LayerSpec:
     attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
                  (Falcon-H1)
     shared_block  attention and mlp are a block before the mixer; None: they are not
+    hyper        the same in all layers of a model; None: there is one residual stream
     """
 
     attention: AttentionSpec
@@ -399,6 +503,7 @@ class LayerSpec:
     attention_out_scale: float = 1.0
     mixer_out_scale: float = 1.0
     shared_block: SharedBlockSpec | None = None
+    hyper: HyperSpec | None = None
 
     @property
     def is_mlp_only(self) -> bool:
@@ -451,6 +556,13 @@ class ModelSpec:
         return any(layer.mixer is not None for layer in self.layers)
 
     @property
+    def chain_reason(self) -> str | None:
+        """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
+        if self.has_recurrent_state:
+            return "a recurrent state"
+        return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
+
+    @property
     def is_causal(self) -> bool:
         """Whether a token's hidden state depends only on the tokens before it: prompts may be cut, and their KV reused."""
         return all(layer.attention.is_causal for layer in self.layers)
@@ -459,6 +571,11 @@ class ModelSpec:
     def altup(self) -> AltUpSpec | None:
         """The alternating updates of its layers; None: there is one residual stream."""
         return self.layers[0].altup if self.layers else None
+
+    @property
+    def hyper(self) -> HyperSpec | None:
+        """The hyper-connections of its layers; None: there is one residual stream."""
+        return self.layers[0].hyper if self.layers else None
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

@@ -25,6 +25,7 @@ from quire.contracts.step import StepPlan, StepResult
 from quire.contracts.tier_stats import TierStats
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.state_pages import MissingPages
 from quire.kv.tiers.disk_store import DiskStore
 from quire.kv.tiers.host_slab import HostSlab
 from quire.worker.tiers import tier_fingerprint
@@ -51,14 +52,16 @@ _WRITE_BYTES = 4 << 20
 class _Load:
     """What is read for a request. found, done and is_read are written by the thread.
 
-    found  the keys that the store has, of those asked for; None: it was not asked yet
+    found  the keys of the pages to read, of those that the store has; None: it was not asked yet
+    num_blocks  that are not computed with them
     slots  reserved for them, in order
     done   pages that were read, from the first on
     """
 
     request: Request
-    keys: list[int]
+    missing: MissingPages
     found: list[int] | None = None
+    num_blocks: int = 0
     slots: list[int] = field(default_factory=list[int])
     done: int = 0
     is_read: bool = False
@@ -128,10 +131,11 @@ class DiskTier:
         """Look for a request's pages; return whether it is kept aside until `take_ready` returns it."""
         if self._is_broken:
             return False
-        keys = self._scheduler.missing_keys(request)
-        if not keys:
+        missing = self._scheduler.missing_pages(request)
+        if not missing:
             return False
-        load = _Load(request, keys, deadline_s=time.monotonic() + max(_MIN_WAIT_S, self._computing_s(len(keys))))
+        wait_s = max(_MIN_WAIT_S, self._computing_s(missing.num_blocks))
+        load = _Load(request, missing, deadline_s=time.monotonic() + wait_s)
         self._loads[request.request_id] = load
         self._submit(lambda: self._find(load))
         return True
@@ -237,9 +241,12 @@ class DiskTier:
             self._let_go(load, 0)
             return True
         if not load.slots:
-            if not load.found or not self._pays(len(load.found)):
+            if not load.found or not self._pays(len(load.found), load.num_blocks):
                 return True
             load.slots = self._tier.reserve(len(load.found))
+            if load.missing.num_state_pages and len(load.slots) < len(load.found):  # the state is last
+                self._tier.unpin(load.slots)
+                load.slots = []
             if not load.slots:
                 return True
             expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
@@ -257,9 +264,9 @@ class DiskTier:
         self._let_go(load, done)
         return True
 
-    def _computing_s(self, num_pages: int) -> float:
-        """Return how long the tokens of pages are expected to take to compute; a second while nothing was measured."""
-        num_tokens = num_pages * self._scheduler.config.block_size
+    def _computing_s(self, num_blocks: int) -> float:
+        """Return how long the tokens of blocks are expected to take to compute; a second while nothing was measured."""
+        num_tokens = num_blocks * self._scheduler.config.block_size
         return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
 
     def _let_go(self, load: _Load, first: int) -> None:
@@ -271,13 +278,13 @@ class DiskTier:
         elif load.slots:
             self._abandoned.append(load)
 
-    def _pays(self, num_pages: int) -> bool:
-        """Return whether reading pages is expected to be faster than computing their tokens."""
+    def _pays(self, num_pages: int, num_blocks: int) -> bool:
+        """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
         if self._bytes_per_s is None or self._tokens_per_s is None:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
         read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
-        if read_s < _MAX_SHARE * self._computing_s(num_pages):
+        if read_s < _MAX_SHARE * self._computing_s(num_blocks):
             return True
         self._bytes_per_s *= _RETRY
         self.stats.num_declined += 1
@@ -306,7 +313,8 @@ class DiskTier:
     def _find(self, load: _Load) -> None:
         found: list[int] = []
         try:
-            found = [] if load.is_cancelled or self._is_broken else self._store.find(load.keys)
+            if not load.is_cancelled and not self._is_broken:
+                found, load.num_blocks = load.missing.choose(self._store.find)
         except (OSError, sqlite3.Error) as error:
             self._break(error)
         finally:

@@ -103,7 +103,9 @@ class DeviceLayer:
         self.exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self.routing: DeviceRouting | None = None
         self._own = own
-        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
+        self._context = None if ranks is None else ranks.context
+        kinds = self._rope, is_in_order, prefix, self._context
+        self._latent = None if attention.latent is None else LatentAttention(attention, own, *kinds)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
@@ -292,13 +294,18 @@ class DeviceLayer:
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
             q, k = (q, k) if self._head_ranks is None else self._head_ranks.own_heads(q, k)
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
+        if self._context is not None:
+            heads = self._context.gather_heads(heads)
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         if spec.v_norm is not None and self.kv_source is None:
             heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
         slots = step.slots if self.kv_source is None else None
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
-        attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        if self._context is None:
+            attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        else:
+            attended = self._context.attend(q, cache, step, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
             attended = attended * torch.sigmoid(gate)

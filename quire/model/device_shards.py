@@ -55,17 +55,19 @@ class DeviceShard:
         shares: Sequence[float],
         is_in_order: bool,
         placements: Mapping[int, ExpertPlacement] | None = None,
+        context_size: int = 1,
         has_homes: bool = False,
     ) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
         placements  with expert parallelism: where the whole experts of each layer are, by its index; None: without
+        context_size  consecutive ranks that share the tokens of sequences
         has_homes   see DeviceShard
 
         Raises ConfigError if a rank would have no part of a weight.
         """
-        home_size = 1 if has_homes else 0
-        ranks = [ModelShard.of(spec, each, shares, placements, home_size=home_size) for each in range(len(shares))]
+        sizes = context_size, 1 if has_homes else 0
+        ranks = [ModelShard.of(spec, each, shares, placements, *sizes) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]
         return cls(spec, tuple(ranks), rank, is_in_order, has_homes)
@@ -84,6 +86,12 @@ class DeviceShard:
     def local_spec(self) -> ModelSpec:
         """The model that this rank runs."""
         return self.spec_of(self.rank)
+
+    @property
+    def cached_spec(self) -> ModelSpec:
+        """The model that this rank runs, with the key and value heads that its cache has."""
+        layers = zip(self.local_spec.layers, self.own.layers, strict=True)
+        return replace(self.local_spec, layers=tuple(_cached_layer(layer, shard) for layer, shard in layers))
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of this rank's parameters; those of _ROW_PARALLEL are found when they are opened."""
@@ -185,6 +193,12 @@ def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
     else:
         mlp = replace(layer.mlp, intermediate_size=shard.inner.size)
     return replace(layer, attention=attention, mlp=mlp)
+
+
+def _cached_layer(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
+    cached = shard.heads if shard.context is None else shard.context
+    sizes = {"num_heads": cached.heads.size, "num_kv_heads": cached.kv_heads.size}
+    return replace(layer, attention=replace(layer.attention, **sizes))
 
 
 def _scaled(part: ShardRange, rows: int) -> ShardRange:

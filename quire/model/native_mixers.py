@@ -31,6 +31,8 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
         return "a transformer block before a recurrent mixer"
     if layer.attention != NO_ATTENTION and layer.attn_out is not None:
         return "a norm on the output of attention next to a recurrent mixer"
+    if isinstance(mixer, GatedDeltaSpec) and mixer.write_scale != 1.0:
+        return "a gated delta net with a factor on beta"
     taps, rows = mixer.conv_size, 1
     if isinstance(mixer, GatedDeltaSpec):
         rows = mixer.k_dim

@@ -67,8 +67,6 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
-    if any(layer.is_parallel for layer, _ in mixtures):
-        return "a mixture of experts in parallel to attention"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -78,6 +76,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):
+        return "compressed keys and values"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:

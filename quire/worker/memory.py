@@ -139,6 +139,8 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
         per_token += 3 * len(spec.layers) * spec.per_layer_inputs.size * width
     if spec.altup is not None:
         per_token += 3 * spec.altup.num_streams * spec.hidden_size * width
+    if spec.hyper is not None:  # what is normed and projected is f32
+        per_token += 3 * spec.hyper.num_streams * spec.hidden_size * (width + 4)
     logits = num_seqs * spec.vocab_size * (width + 3 * 4)
     return num_batched_tokens * per_token + _SCORE_BYTES + logits
 
@@ -299,7 +301,7 @@ def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) ->
     with a library's attention, which may read what is before the window; nor where the window is as long as a sequence, ranks
     share its tokens, or sequences have homes.
     """
-    windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
+    windows = [layer.attention.kept_window for layer in spec.layers if layer.attention.kept_window is not None]
     drafts = config.speculative_config
     return (
         bool(windows)

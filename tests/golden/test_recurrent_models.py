@@ -33,7 +33,7 @@ OWN_TOLERANCES = {"zamba2": 4e-4}
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
     *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
-    *("falcon-h1-norm", "nemotron-h-options", "zamba2"),
+    *("falcon-h1-norm", "nemotron-h-options", "zamba2", "lfm3", "olmo-hybrid"),
 )
 GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.
@@ -164,6 +164,61 @@ def test_ranks_and_stages_give_the_same_tokens(monkeypatch, checkpoint, expected
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert generate(llm, PROMPTS[1:2], 8, n=3, temperature=1.0, top_k=1) == [[outputs[1][:8]] * 3]
     llm.close()
+
+
+TIERS = {
+    "one process": {},
+    "drafts": OPTIONS["drafts"],
+    "small host tier": {"kv_save": "write_through"},
+    "ranks": {"tensor_parallel_size": 2, "tensor_parallel_shares": (2, 1)},
+    "stages": {"pipeline_parallel_size": 2},
+    "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("qwen3-next", "one process"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("lfm2", "drafts"),
+                ("falcon-h1", "small host tier"),
+                ("mamba", "one process"),
+                ("mamba2", "drafts"),
+                ("zamba2", "one process"),
+                ("nemotron-h", "one process"),
+                ("kimi-linear", "drafts"),
+                ("jamba", "ranks"),
+                ("qwen3-next", "ranks"),
+                ("falcon-mamba", "ranks"),
+                ("lfm2", "stages"),
+                ("bamba", "stages of ranks"),
+            )
+        ),
+    ],
+)
+def test_states_from_tiers_give_the_same_tokens(monkeypatch, tmp_path, checkpoint, expected, case, how):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    monkeypatch.setattr(pipeline_build, "spawn_workers", ThreadWorkers)
+    tiers = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_host_bytes": 4 << 20, "kv_save": "all"}
+    tiers |= {"num_kv_blocks": 14, **TIERS[how]}
+    if how == "small host tier":
+        tiers["kv_host_bytes"] = 300_000
+    outputs, hits = expected(case), []
+    for _ in range(2):  # a cold engine, whose sequences are preempted, and one that finds the pages on disk
+        llm = cpu_engine(checkpoint(case), **tiers)
+        for _ in range(2):
+            assert [choices[0] for choices in generate(llm, PROMPTS)] == outputs
+            hits.append(llm.llm_engine.scheduler.prefix_cache_hits)
+        tier = llm.llm_engine.scheduler.kv.host_tier
+        assert tier.stats.num_loaded > 0
+        assert tier.find_problem() is None
+        llm.close()
+    assert hits[2] == 80  # whole blocks before the last token
+    assert hits[0] == 0
 
 
 def test_memory_plan_counts_the_states(checkpoint):

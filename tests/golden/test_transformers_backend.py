@@ -294,7 +294,7 @@ def test_unknown_implementation_is_refused():
 
 def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
     with pytest.raises(UnsupportedError, match="nearest supported type is .*--model-impl transformers"):
-        start(made("persimmon")[0], model_impl="auto", device="cpu")
+        start(made("bitnet")[0], model_impl="auto", device="cpu")
 
 
 @pytest.mark.parametrize(

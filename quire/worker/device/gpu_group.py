@@ -147,9 +147,8 @@ class RankConfig:
 
     def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
         config = self.config
-        return DeviceShard.of(
-            spec, tensor_rank, config.parallel.shares, config.deterministic, placements, config.enable_dp_attention
-        )
+        options = config.parallel.shares, config.deterministic, placements
+        return DeviceShard.of(spec, tensor_rank, *options, has_homes=config.enable_dp_attention)
 
     def report(self, rank: int, device: torch.device) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""

@@ -69,7 +69,10 @@ class Order(NamedTuple):
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares, self.num_redundant, self.has_homes)
+        of_ranks = self.shares, self.num_redundant
+        return ServedModel(
+            self.spec, parameters, policy, self.is_in_order, *of_ranks, self.kv.layer_dtypes, has_homes=self.has_homes
+        )
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

@@ -35,7 +35,7 @@ one of these values of `model_type`; every other one is refused with the nearest
   safetensors only, as that converter does not know the type (Bamba's files, with a rope, are refused). Weights of every model
   may be [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
 - **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
-  recurrent state verify chains only.
+  recurrent state or compressed keys verify chains only.
 - **Tested**: small random models of different configurations, whose logits and greedy tokens tests compare with transformers:
   64 tokens in one configuration of each type at least, batched, alone, in chunks, cached, preempted, and with drafts.
 - **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a

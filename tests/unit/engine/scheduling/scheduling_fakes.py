@@ -187,7 +187,9 @@ class FakeWorker:
         self._rng_of_late = random.Random(seed)
         self.num_late = 0
         self.num_state_slots = config.num_state_checkpoints
-        self.states: dict[int, int] = {}  # by slot: the fake KV of the last token before it
+        self.num_state_pages = max(1, config.num_state_pages)
+        self.has_block_pages = config.has_block_pages
+        self.states: dict[int, list[int]] = {}  # by slot: the fake KV of the last token before it, once for each page
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.next_step_id
@@ -195,6 +197,8 @@ class FakeWorker:
         self.plans.append(plan)
         self._apply(plan)
         self._move_pages(plan)
+        for start in plan.starts:
+            self._read_state(start, self.rows[start.sequence_id])
         self._copy(plan)
         holders = Counter(block for row in self.rows.values() for block in row.table)
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
@@ -299,7 +303,8 @@ class FakeWorker:
             assert start.state_slot is None
             return
         extend_chain(row.chain, row.tokens, row.root)
-        assert self.states[start.state_slot] == row.chain[start.num_computed_tokens - 1], "it starts from another state"
+        expected = [row.chain[start.num_computed_tokens - 1]] * self.num_state_pages
+        assert self.states[start.state_slot] == expected, "it starts from another state"
 
     def _save_states(self, plan: StepPlan) -> None:
         slots: list[int] = []
@@ -308,7 +313,7 @@ class FakeWorker:
             for position, slot in saves:
                 assert row.num_computed < position <= row.num_computed + plan.num_scheduled_tokens[sequence_id]
                 assert 0 <= slot < self.num_state_slots
-                self.states[slot] = row.chain[position - 1]
+                self.states[slot] = [row.chain[position - 1]] * self.num_state_pages
                 slots.append(slot)
         assert len(set(slots)) == len(slots), "two states are kept in one slot"
 
@@ -317,10 +322,26 @@ class FakeWorker:
         assert len(targets) == len(plan.page_loads)
         assert len({slot for _, slot in plan.page_saves}) == len(plan.page_saves)
         for block_id, slot in plan.page_saves:
-            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
-            self.pages[slot] = list(self.kv[block_id])
+            self.pages[slot] = self.page_of(block_id)
         for slot, block_id in plan.page_loads:
-            self.kv[block_id] = list(self.pages[slot])
+            self.fill(block_id, self.pages[slot])
+
+    def page_of(self, block_id: int) -> list[int]:
+        """Return what a page of a block, or a page of a state, has."""
+        if block_id >= self.num_blocks:
+            slot, page = divmod(block_id - self.num_blocks, self.num_state_pages)
+            return [self.states[slot][page]]
+        assert self.has_block_pages
+        assert -1 not in self.kv[block_id], "a block is saved that was never filled"
+        return list(self.kv[block_id])
+
+    def fill(self, block_id: int, values: list[int]) -> None:
+        """Load a page."""
+        if block_id >= self.num_blocks:
+            slot, page = divmod(block_id - self.num_blocks, self.num_state_pages)
+            self.states.setdefault(slot, [-1] * self.num_state_pages)[page] = values[0]
+        else:
+            self.kv[block_id] = list(values)
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
         """Write the KV of drafts after the last known token: correct ones, and then garbage."""
@@ -343,6 +364,8 @@ class FakeWorker:
         return num_drafts, num_accepted
 
     def check_row(self, row: Row) -> None:
+        if not self.has_block_pages:
+            return  # it has no KV
         size = self.block_size
         for place in range(row.num_computed - row.num_dropped):
             found = self.kv[row.table[place // size]][place % size]
@@ -409,7 +432,6 @@ class FakeWorker:
             row = self.rows[start.sequence_id]
             extend_chain(row.chain, row.tokens, row.root)
             row.values = row.chain[: row.num_computed]
-            self._read_state(start, row)
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             assert sequence_id in known
             assert sequence_id in plan.num_scheduled_tokens
@@ -490,15 +512,17 @@ class LatePages(FakeWorker):
         move = LateMove(plan.step_id, {}, {block_id: slot for slot, block_id in plan.page_loads})
         self._use(block_id for block_id, _ in plan.page_saves)
         for block_id, slot in plan.page_saves:
-            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
-            move.saves[slot] = list(self.kv[block_id])
+            move.saves[slot] = self.page_of(block_id)
         for other in self.late:  # a slot is written after it was read, and read after it was written
             self._finish(other, (), [block_id for block_id, slot in other.loads.items() if slot in move.saves])
             self._finish(other, other.saves.keys() & set(move.loads.values()), other.loads.keys() & move.loads.keys())
         if move:
             self.late.append(move)
-        if any(self._use(self.rows[key].table) for key in plan.num_scheduled_tokens):
-            self.num_waits += 1
+        self.num_waits += self._use(block_id for key in plan.num_scheduled_tokens for block_id in self.rows[key].table)
+        slots = [start.state_slot for start in plan.starts if start.state_slot is not None]
+        slots += [slot for saves in (plan.state_saves or {}).values() for _, slot in saves]
+        for slot in slots:
+            self._use(self.num_blocks + slot * self.num_state_pages + page for page in range(self.num_state_pages))
         self._use(block_id for copy in plan.block_copies for block_id in copy)
 
     def _use(self, block_ids) -> bool:
@@ -517,7 +541,7 @@ class LatePages(FakeWorker):
             slot = move.loads.pop(block_id)
             if slot in move.saves:
                 self.pages[slot] = move.saves.pop(slot)
-            self.kv[block_id] = list(self.pages[slot])
+            self.fill(block_id, self.pages[slot])
 
 
 @dataclass
