@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError
-from quire.cli import options
+from quire.cli import engine_options, options
 from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import DTYPE_BYTES
 
@@ -46,7 +46,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="format of the KV cache: auto (the model's), int8, fp8, ...")
     group.add_argument(
         "--kv-cache-dtype-skip-layers",
-        type=options.integers,
+        type=engine_options.integers,
         metavar="0,-1",
         help="layers whose KV cache is not quantised; negative numbers count from the end; on a CPU one rank",
     )

@@ -198,6 +198,8 @@ class AttentionSpec:
     query_scaling  None: queries are the same at any position
     clip_qkv       q, k and v are clipped to [-clip_qkv, clip_qkv] as they are projected (OLMo)
     softcap        scores become softcap * tanh(scores / softcap), before the mask
+    alibi_slopes   of each head, what a score loses for each token between query and key (ALiBi, https://arxiv.org/abs/2108.12409);
+                   empty: nothing
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
@@ -228,6 +230,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     clip_qkv: float | None = None
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
     is_softmax_f32: bool = True
     has_sinks: bool = False
     is_qk_norm_last: bool = False
@@ -339,6 +342,7 @@ class MoeSpec:
     has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
     latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
                      the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
+    output_scale     multiplies the sum of all experts in the end (Cohere 2 takes the mean of it and the shared expert)
     has_token_table  the experts of a token are those that a table has for its id, weighed by their scores (DeepSeek-V4)
     """
 
@@ -364,6 +368,7 @@ class MoeSpec:
     has_expert_scale: bool = False
     latent_size: int | None = None
     has_latent_bias: bool = False
+    output_scale: float = 1.0
     has_token_table: bool = False
 
     @property

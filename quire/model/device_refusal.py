@@ -30,6 +30,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "a clamped gate outside of a mixture of experts"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
         return "xielu in a mixture of experts"
+    if layer.attention.alibi_slopes:
+        return "ALiBi"
     if layer.attention.shared_kv is not None:
         return "attention to compressed keys and values"
     if not layer.attention.is_causal:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
@@ -66,6 +66,10 @@ class DeviceShard:
 
         Raises ConfigError if a rank would have no part of a weight.
         """
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but on GPUs an indexer of keys ({spec.model_type}) runs on one rank"
+            )
         sizes = context_size, 1 if has_homes else 0
         ranks = [ModelShard.of(spec, each, shares, placements, *sizes) for each in range(len(shares))]
         if not is_in_order:

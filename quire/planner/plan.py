@@ -190,7 +190,7 @@ def _plan_apart(question: Question, best: LayoutPlan) -> ApartPlan | None:
 def find_layouts(question: Question) -> list[Layout]:
     """Return the layouts that use all devices: tensor parallelism divides the KV heads, stages have a layer at least.
 
-    A measurement is of one device, so that it answers for replicas only; so do, on CPUs, layers that keep the model's KV format.
+    A measurement is of one device, so that it answers for replicas only; so do layers that keep the model's KV format on CPUs.
     """
     num, shape = question.num_devices, question.shape
     is_whole = question.measured is not None or (shape.has_kept_layers and question.hardware.kind != "gpu")

@@ -5,7 +5,6 @@ Run by the leader as `python -m quire.worker.pipeline_worker`, see quire.paralle
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -229,8 +228,7 @@ class StageExecutor:
             self._write_features(slot, tokens, reads, outputs)
         tokens_of_experts = self._own_expert_tokens
         if len(tokens_of_experts):
-            counts = itertools.chain.from_iterable(self._decoder.plan.expert_tokens())
-            tokens_of_experts[:] = np.fromiter(counts, np.int64, len(tokens_of_experts))
+            self._decoder.plan.copy_expert_tokens(tokens_of_experts.ctypes.data, len(tokens_of_experts))
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)

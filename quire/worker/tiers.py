@@ -54,10 +54,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_states(config: EngineConfig, report: ModelReport, what: str) -> None:
-    if report.device != "cpu":
-        raise ConfigError(f"{what}, whose pages GPUs do not copy: leave it out")
-    if config.has_kv_transfer:
-        raise ConfigError(f"{what}, which KV transfer does not support: choose role 'both' without prefill_listen")
     if launched_group(config) is not None or config.distributed_executor_backend == "ray":
         raise ConfigError(f"{what}, whose ranks share pages only where one process has started the others: leave it out")
     num_bytes = page_bytes(report.memory) * (num_state_pages(report.memory) + 1)
@@ -152,6 +148,7 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "kv_heads": _runs(kv.layer_shapes),
         "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
+        **_states_name(config, report),
     }
 
 

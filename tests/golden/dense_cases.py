@@ -121,6 +121,8 @@ CASES: dict[str, tuple[str, Options]] = {
     "codegen": ("codegen", _GPTJ),
     "gpt-neo": ("gpt_neo", {"window_size": 11, "attention_types": [[["global", "local"], 1]]}),
     "persimmon": ("persimmon", _partial(0.5)),
+    "bloom": ("bloom", {"n_head": 6}),
+    "mpt": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 0.9}}),
     "youtu": ("youtu", {**_LATENT, "pad_token_id": None}),
 }
 
@@ -138,9 +140,13 @@ MIXTURES: dict[str, tuple[str, Options]] = {
     "cohere2-moe": (
         "cohere2_moe",
         {**_EXPERTS, "sliding_window": 11, "sliding_window_pattern": 2, "num_shared_experts": 1, "logit_scale": 0.25}
-        | {"shared_expert_combination_strategy": "sum", "prefix_dense_intermediate_size": 56, "first_k_dense_replace": 1},
+        | {"prefix_dense_intermediate_size": 56, "first_k_dense_replace": 1},
     ),
-    "cohere2-moe-sigmoid": ("cohere2_moe", {**_EXPERTS, "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5}),
+    "cohere2-moe-sigmoid": (
+        "cohere2_moe",
+        {**_EXPERTS, "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum"},
+    ),
     "mellum": (
         "mellum",
         {**_EXPERTS, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -151,7 +157,10 @@ MIXTURES: dict[str, tuple[str, Options]] = {
 }
 """Mixtures of families that are put together from what others have."""
 
+ALIBI_CASES = ("bloom", "mpt")
+"""Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
+    *ALIBI_CASES,
     *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
     *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
     *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla"),

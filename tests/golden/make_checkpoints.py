@@ -362,7 +362,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*INDEXED_CASES, "deepseek-v4")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
@@ -577,7 +577,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith(("gemma4", "lfm3", "olmo_hybrid")):
+    if text["model_type"].startswith(("gemma4", "lfm3", "olmo_hybrid", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

@@ -7,6 +7,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.model.build import build_model, load_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -17,7 +18,8 @@ from quire.worker.inspect import inspect_model
 from tests.golden.engines import cpu_engine, generate_tokens
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
-from tests.golden.recurrent_cases import CASES, NATIVE_CASES, WRAPPED
+from tests.golden.recurrent_cases import CASES, WRAPPED
+from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.golden
@@ -28,8 +30,8 @@ BF16_SHARE = 1.25
 ROUNDED_STATES = ("jamba", "jamba-dense", "mamba", "mamba-options", "falcon-mamba")
 """Whose states transformers rounds before it multiplies them by C; quire does not, nor do the kernels of mamba-ssm."""
 TOLERANCE = 1e-4
-OWN_TOLERANCES = {"zamba2": 4e-4}
-"""Whose blocks without residual connections amplify rounding: transformers in f32 differs by 2.8e-4 from itself in f64."""
+OWN_TOLERANCES = {"zamba2": 1e-3}
+"""Whose blocks without residual connections amplify rounding: transformers in f32 differs by 4e-4 from itself in f64."""
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
     *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
@@ -83,7 +85,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
     spec = read_model_spec(folder)
     native = build_model(spec, open_parameters(folder, spec), 128, 16)
-    assert isinstance(native, NativeDecoder) == (load_native() is not None and case in (*NATIVE_CASES, *WRAPPED))
+    assert isinstance(native, NativeDecoder) == (load_native() is not None)
     assert (whole_prompt_logits(native, prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
 
 
@@ -219,6 +221,29 @@ def test_states_from_tiers_give_the_same_tokens(monkeypatch, tmp_path, checkpoin
         llm.close()
     assert hits[2] == 80  # whole blocks before the last token
     assert hits[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("case", ["qwen3-next", "lfm2", "mamba", "falcon-h1"])
+def test_prompts_of_another_engine_give_the_same_tokens(monkeypatch, tmp_path, checkpoint, expected, case):
+    monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1e9)
+    monkeypatch.setattr(remote_prefill, "_MIN_WAIT_S", 60.0)
+    outputs, sizes = expected(case), {"max_num_seqs": 3, "num_kv_blocks": 60, "kv_host_bytes": 8 << 20}
+    roles = {"role": "decode", "prefill_min_tokens": 16, **sizes}
+    peer = PrefillThread(
+        model=str(checkpoint(case)), skip_tokenizer_init=True, device="cpu", prefill_listen=f"unix:{tmp_path}/pages", **sizes
+    )
+    with peer:
+        llm = cpu_engine(checkpoint(case), prefill_urls=(peer.address,), **roles)
+        for _ in range(2):  # the second time everything is in the pool
+            assert [choices[0] for choices in generate(llm, PROMPTS)] == outputs
+        found, stats = llm.llm_engine.stats.tiers[-1], llm.llm_engine.scheduler
+        assert found.outcomes["complete"] == 2
+        assert found.num_hits == found.num_loaded > 0
+        assert stats.prefix_cache_hits == 2 * 80  # whole blocks before the last token, also the first time
+        assert stats.kv.host_tier.num_pinned == 0
+        llm.close()
 
 
 def test_memory_plan_counts_the_states(checkpoint):

@@ -120,17 +120,19 @@ class HostTier:
             self._slots.move_to_end(key)
         return [slot for _, slot in found]
 
-    def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
+    def offer(self, block_id: BlockId, key: int, is_reused: bool, is_recomputed: bool) -> None:
         """Called before a published block is reused; saves its page in the next plan if that is worthwhile."""
         slot = self._loads.pop(block_id, None)
         if slot is not None:
             self.unpin([slot])
-        if key not in self._slots and self.is_worth_saving(key, is_reused):
+        if key not in self._slots and self.is_worth_saving(key, is_reused, is_recomputed):
             self.save(block_id, key)
 
-    def is_worth_saving(self, key: int, is_reused: bool) -> bool:
-        """Return whether what leaves the pool under a key is saved; asked once each time."""
-        return self._kv_save != "none" and (self._kv_save != "reused" or is_reused or self._comes_again(key))
+    def is_worth_saving(self, key: int, is_reused: bool, is_recomputed: bool) -> bool:
+        """Return whether what leaves the pool under a key is saved; asked once each time. See PrefixEntry."""
+        if self._kv_save != "reused":
+            return self._kv_save != "none"
+        return is_reused or (self._comes_again(key) and not is_recomputed)
 
     def save_all(self, pages: Pages) -> bool:
         """Save those of some pages that are not here, in the next plan; none of them, and return False, if it has no room."""
@@ -200,7 +202,6 @@ class HostTier:
 
     def _comes_again(self, key: int) -> bool:
         if key in self._seen:
-            del self._seen[key]
             return True
         self._seen[key] = None
         if len(self._seen) > _MAX_SEEN_KEYS:
@@ -263,7 +264,9 @@ class HostTier:
     def end_moves(self, step_id: int) -> PageMoves:
         """Record that the pages of a plan have been copied, or never will be; return its saves and loads. A plan without any,
         or one whose moves have ended, has none."""
-        saves, loads = self._moving.pop(step_id, _NO_MOVES)
+        if step_id not in self._moving:
+            return _NO_MOVES
+        saves, loads = self._moving.pop(step_id)
         self.unpin(slot for _, slot in saves)
         self.unpin(slot for slot, _ in loads)
         self._num_loading -= Counter(block_id for _, block_id in loads)

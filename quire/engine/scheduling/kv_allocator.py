@@ -182,7 +182,7 @@ class KvAllocator:
         tier, states = self.host_tier, self.state_pages
         assert tier is not None
         for entry in hits:
-            entry.is_reused = True
+            entry.is_reused |= sequence.num_preemptions == 0  # else the blocks are perhaps its own
             if self._block_tier is not None:
                 tier.note_use(entry.content.key)
         slots = [*tier.match(content.key for content in contents)] if start is None else start.slots
@@ -473,6 +473,7 @@ class KvAllocator:
             if entry is None:
                 return
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
+            entry.is_recomputed |= sequence.num_preemptions > 0 and entry.block_id == sequence.block_ids[index]
             if self.windows is not None and entry.block_id != sequence.block_ids[index]:
                 self._move_entry(entry, sequence.block_ids[index], self.windows)
             if self._block_tier is not None:
@@ -526,7 +527,7 @@ class KvAllocator:
         entry = None if self.host_tier is None else self.index.entry_of(block_id)
         if entry is not None:
             if self._block_tier is not None:
-                self._block_tier.offer(block_id, entry.content.key, entry.is_reused)
+                self._block_tier.offer(block_id, entry.content.key, entry.is_reused, entry.is_recomputed)
             if self.state_pages is not None:
                 self.state_pages.offer(entry)
         self.index.drop(block_id)

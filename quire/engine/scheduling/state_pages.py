@@ -164,7 +164,9 @@ class StatePages:
     def offer(self, entry: PrefixEntry) -> None:
         """Called before the checkpoint of a block, if it has one, is dropped; saves it in the next plan if worthwhile."""
         pages = self._pages(entry)
-        if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(pages[0][1], entry.is_reused):
+        if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(
+            pages[0][1], entry.is_reused, entry.is_recomputed
+        ):
             self._tier.save_all(pages)
 
     def note_checkpoint(self, sequence: Choice, position: int, entry: PrefixEntry) -> None:
@@ -185,6 +187,16 @@ class StatePages:
         pages = self._pages(entry)
         if sum(self._tier.retain(key, block_id, keep_s) for block_id, key in pages) < len(pages):
             entry.is_reused = True  # it is worth saving when it leaves the pool
+
+    def save_page(self, block_key: int, page: int) -> int | None:
+        """Return the slot of a page of the state after a block, see KvAllocator.save_page."""
+        key = state_page_keys(block_key, self.num_pages)[page]
+        if key not in self._tier:
+            entry = self._index.find(block_key)
+            pages = [] if entry is None else self._pages(entry)
+            if not pages or not self._tier.save(*pages[page]):
+                return None
+        return self._tier.slot_of(key)
 
     def save_cached(self, max_pages: int) -> None:
         """Save checkpoints of up to max_pages pages that no tier has."""

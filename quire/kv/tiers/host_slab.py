@@ -104,7 +104,9 @@ class HostSlab:
         self.page_bytes = (own_bytes if part is None else part.whole.bytes_per_block) or state_bytes
         self._num_blocks, self._num_checkpoints = 0 if pool is None else pool.num_blocks, num_checkpoints
         first_byte = 0 if part is None else part.first_state_byte
-        self._state_pieces = _cut([states.shape[1] for states in self._states], first_byte, state_bytes, self.page_bytes)
+        self._state_pieces = state_pieces(
+            [states.shape[1] for states in self._states], first_byte, state_bytes, self.page_bytes
+        )
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
         self.stride = stride = slot_stride(self.page_bytes)
@@ -200,7 +202,9 @@ def slots_file(num_slots: int, page_bytes: int) -> int:
     return file
 
 
-def _cut(sizes: Sequence[int], first_byte: int, state_bytes: int, page_bytes: int) -> list[list[tuple[int, int, int, int]]]:
+def state_pieces(
+    sizes: Sequence[int], first_byte: int, state_bytes: int, page_bytes: int
+) -> list[list[tuple[int, int, int, int]]]:
     """Return what each page of a state has of some tensors: the tensor, its first byte there, its place in the page, and the
     number of bytes.
 

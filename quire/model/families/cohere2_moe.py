@@ -73,9 +73,10 @@ def _read_moe(config: ConfigView) -> MoeSpec:
         read_shared_expert(config, moe, "num_shared_experts"),
         config.string("shared_expert_combination_strategy"),
     )
-    if shared is not None and combination != "sum":
-        raise UnsupportedError(f"shared_expert_combination_strategy {combination!r} is not supported; supported: 'sum'")
-    return replace(moe, shared=shared)
+    if combination not in ("sum", "average"):
+        allowed = "supported: 'sum', 'average'"
+        raise UnsupportedError(f"shared_expert_combination_strategy {combination!r} is not supported; {allowed}")
+    return replace(moe, shared=shared, output_scale=0.5 if shared is not None and combination == "average" else 1.0)
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:

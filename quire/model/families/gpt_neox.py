@@ -42,13 +42,15 @@ def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     return find_joined_sources(spec, LAYER, _TOP, "attention")
 
 
-def find_joined_sources(spec: ModelSpec, names: Mapping[str, str], top: Mapping[str, str], block: str) -> Sources:
+def find_joined_sources(
+    spec: ModelSpec, names: Mapping[str, str], top: Mapping[str, str], block: str, layers: str = "layers"
+) -> Sources:
     """Return sources where rows of {block}.query_key_value are q, k and v of the first head, then of the next."""
-    sources = rename(spec, names, top)
+    sources = rename(spec, names, top, layers)
     for index, layer in enumerate(spec.layers):
         dim, num_heads = layer.attention.head_dim, layer.attention.num_heads
         for kind in ("weight", "bias") if layer.attention.has_qkv_bias else ("weight",):
-            stored = f"layers.{index}.{block}.query_key_value.{kind}"
+            stored = f"{layers}.{index}.{block}.query_key_value.{kind}"
             for part, name in enumerate("qkv"):
                 starts = [(3 * head + part) * dim for head in range(num_heads)]
                 pieces = tuple(Piece(stored, (start, start + dim)) for start in starts)

@@ -397,10 +397,10 @@ def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[i
 
     page_shares  of all ranks, see MemoryPlan
     """
-    if config.host_tier_bytes == 0 or kv.bytes_per_block == 0:
+    if config.host_tier_bytes == 0 or kv.page_bytes == 0:
         return 0
-    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.bytes_per_block)
-    return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
+    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.page_bytes)
+    return sum(staged_pages(kv.page_bytes, num_pages)) * kv.page_bytes
 
 
 def offload_plan(

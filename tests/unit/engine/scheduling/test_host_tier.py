@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import Driver, LatePages, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver, LatePages
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import BlockId, RequestId
@@ -59,6 +60,17 @@ def test_nothing_is_saved_of_prompts_that_come_once_when_kv_save_is_reused():
         run_one(driver, name, range(name * 100, name * 100 + 28))
     assert not any(plan.page_saves for plan in driver.worker.plans)
     assert len(driver.scheduler.kv.host_tier) == 0
+
+
+def test_nothing_is_saved_of_what_preemptions_compute_again_when_kv_save_is_reused():
+    driver = Driver(tier_config(kv_save="reused"))
+    for name in range(4):
+        driver.add(make_request(name, range(name * 100, name * 100 + 12), max_tokens=12, ignore_eos=True))
+    driver.run()
+    run_one(driver, 4, range(400, 428))  # takes all blocks of the pool
+    assert driver.scheduler.num_preemptions > 1
+    assert not any(plan.page_saves for plan in driver.worker.plans)
+    driver.check_outputs()
 
 
 def test_prompt_that_comes_a_second_time_is_saved_when_kv_save_is_reused():

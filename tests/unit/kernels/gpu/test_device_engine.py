@@ -135,6 +135,7 @@ def test_most_tokens_are_those_of_whole_keys_and_values_when_these_are_quantised
 
 
 DRAWN = SamplingParams(n=2, temperature=1.3, seed=11, max_tokens=5, ignore_eos=True, detokenize=False)
+INT8 = {"quantization": "int8", "kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (-1,)}
 CROWDED = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
 
 
@@ -234,14 +235,13 @@ def scored(outputs):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)], ids=["dense", "int8"])
+@pytest.mark.parametrize("options", [{}, pytest.param(INT8, marks=pytest.mark.slow)], ids=["dense", "int8"])
 def test_deterministic_tokens_have_the_same_bits_alone_and_in_a_batch_with_chunks_and_preemptions(qwen, options):
     params = SamplingParams(temperature=0.8, seed=5, logprobs=1, max_tokens=6, ignore_eos=True, detokenize=False)
     options = {"deterministic": True, **options}
     llm = LLM(str(qwen), device=DEVICE, **(OPTIONS | options))
     alone = [outcome for prompt in PROMPTS for outcome in scored(llm.generate([prompt], params, use_tqdm=False))]
     llm.close()
-    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
-    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **options, **crowded)
+    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **options, **CROWDED)
     assert scored(together) == alone
     assert num_preemptions > 0

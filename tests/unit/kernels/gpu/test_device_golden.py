@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="the golden checkpoints are made by t
 from quire import EngineConfig
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.engine.inspect import inspect_model
+from tests.golden.dense_cases import ALIBI_CASES
 from tests.golden.make_checkpoints import CASES, DENSE_CASES, INDEXED_CASES, make_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of, tokens
@@ -36,6 +37,7 @@ takes all cases."""
     [
         case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
         for case in ((*CASES, *DENSE_CASES) if HAS_GPU else IN_THE_INTERPRETER)
+        if case not in ALIBI_CASES
     ],
 )
 def test_greedy_tokens_are_the_cpus(case, tmp_path):
