@@ -131,7 +131,10 @@ class PoolDivision:
 
 
 def _entry_shape(attention: AttentionSpec, block_size: int) -> tuple[int, int]:
-    """Return the shape that has room for the entries of a block: "k" for these, "v" for those of the indexer."""
+    """Return the shape that has room for the entries of a block, "k" for these, "v" for those of the indexer, or in "k" for the
+    keys of a block indexer."""
+    if attention.block_indexer is not None:
+        return 1, attention.block_indexer.head_dim
     compression = attention.compression
     if compression is None:
         return 0, 0
@@ -148,7 +151,8 @@ class KvSpec:
                   See kernels/reference/kv_formats.py
     layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
                   another layer. Where layers have compressed entries (CompressionSpec), as many more follow: those of the
-                  entries of each layer, which are not in the window group. A block has the entries whose last tokens it has
+                  entries of each layer, which are not in the window group. A block has the entries whose last tokens it has.
+                  Where they choose blocks (BlockIndexerSpec), the same for the indexer's keys
     state_shapes  of the recurrent state of each layer; empty where no layer has one
     window_tokens the layers of the window group keep only so many last tokens of a sequence, and a few more; their blocks are
                   those of a pool of their own. None: all layers are in one group, the full group
@@ -174,7 +178,7 @@ class KvSpec:
         """Return the cache shape that a model needs; limits_windows: with a window group, if a layer has a window."""
         attentions = [layer.attention for layer in spec.layers]
         shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.cached_size) for one in attentions)
-        if any(one.compression is not None for one in attentions):
+        if any(one.compression is not None or one.block_indexer is not None for one in attentions):
             shapes += tuple(_entry_shape(one, block_size) for one in attentions)
         if not spec.has_recurrent_state:
             latent = [one.latent for one in attentions]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.mixer_spec import MixerSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec, CompressionSpec, SharedKvSpec
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -121,63 +122,6 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressionSpec:
-    """Entries of the KV cache that stand for `rate` consecutive tokens each (DeepSeek-V4).
-
-    An entry is the sum of a projection of its tokens, weighed value by value: by the softmax, over the tokens, of a second
-    projection plus a learned table. It is normalised, and rotated at the position of its first token. Queries attend to
-    entries whose tokens are all at or before theirs.
-
-    has_overlap  both projections have two halves: an entry is made of the second halves of its own tokens and the first halves
-                 of the `rate` tokens before them
-    indexer      chooses the entries that a query attends to, by smaller entries of its own that are made in the same way; None:
-                 all are attended to
-    """
-
-    rate: int
-    has_overlap: bool = False
-    indexer: IndexerSpec | None = None
-
-    @property
-    def num_source_tokens(self) -> int:
-        """How many tokens an entry is made of."""
-        return self.rate * (2 if self.has_overlap else 1)
-
-    def source_sizes(self, head_dim: int) -> tuple[int, ...]:
-        """Return the values of each projection of a token that entries are made of: for the entries, and for the indexer's."""
-        dims = (head_dim,) if self.indexer is None else (head_dim, self.indexer.head_dim)
-        return tuple(dim * (2 if self.has_overlap else 1) for dim in dims)
-
-    def entries_per_block(self, block_size: int) -> int:
-        """Return the most entries whose last tokens lie in one block, which holds them."""
-        return -(-block_size // self.rate)
-
-    def entry_size(self, head_dim: int) -> int:
-        """Return the values of an entry, or of the indexer's, whichever is larger."""
-        return head_dim if self.indexer is None else max(head_dim, self.indexer.head_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedKvSpec:
-    """Multi-query attention whose key and value are one row per token (DeepSeek-V4).
-
-    Queries are made of a latent row; each head of them is normalised without a weight. The last values of heads and rows are
-    rotated, pairs of neighbours, and those of the output rotated back. Its heads are in num_groups equal groups; each is
-    projected to group_rank values, and all of these to the output.
-
-    q_rank       size of the latent row that queries are made of
-    norm         of latent rows, queries and rows
-    compression  what is attended to beside the window; None: nothing
-    """
-
-    q_rank: int
-    num_groups: int
-    group_rank: int
-    norm: NormSpec
-    compression: CompressionSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """A factor on the queries of late positions (Llama 4): 1 + beta * log(1 + floor((position + offset) / original_max))."""
 
@@ -214,6 +158,9 @@ class AttentionSpec:
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     shared_kv      multi-query attention whose key and value are one row; num_kv_heads is 1
+    v_dim, v_scale the size of a value, at most head_dim, and what multiplies values; None: head_dim. The cache has zeros after
+                   smaller values
+    block_indexer  chooses blocks of keys that queries attend to; None: they attend to all keys before them
     """
 
     num_heads: int
@@ -242,6 +189,9 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     is_causal: bool = True
     shared_kv: SharedKvSpec | None = None
+    block_indexer: BlockIndexerSpec | None = None
+    v_dim: int | None = None
+    v_scale: float = 1.0
 
     @property
     def compression(self) -> CompressionSpec | None:
@@ -263,7 +213,17 @@ class AttentionSpec:
     @property
     def output_size(self) -> int:
         """The size of what the heads give together, which the o projection reads."""
-        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        return self.num_heads * (self.value_size if self.latent is None else self.latent.value_dim)
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether values are as large as keys, and stored as they are projected."""
+        return self.value_size == self.head_dim and self.v_scale == 1.0
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
@@ -515,6 +475,12 @@ class LayerSpec:
         """Whether the layer has a feed-forward block and nothing else."""
         return self.attention == NO_ATTENTION and self.mixer is None
 
+    @property
+    def has_clamped_mlp(self) -> bool:
+        """Whether the gate of its feed-forward block, or of its shared expert, is clamped."""
+        mlp = self.mlp.shared if isinstance(self.mlp, MoeSpec) else self.mlp
+        return mlp is not None and mlp.clamp is not None
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -565,6 +531,8 @@ class ModelSpec:
         """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
         if self.has_recurrent_state:
             return "a recurrent state"
+        if any(layer.attention.block_indexer is not None for layer in self.layers):
+            return "an indexer of blocks of keys"
         return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
 
     @property

@@ -30,9 +30,11 @@ from quire.contracts.model_spec import (
     QueryScaling,
     RopeSpec,
 )
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
 from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
+from quire.kernels.reference.block_sparse import attend_blocks
 from quire.kernels.reference.compressed_attention import EntryCache
 from quire.kernels.reference.hyper_connections import HyperWeights, connect, join_all
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
@@ -138,6 +140,8 @@ class Decoder(StepDecoder):
         """Return the caches of a layer's entries, and of its indexer's; see KvSpec.layer_shapes."""
         attention, place = self.spec.layers[index].attention, len(self.spec.layers) + index
         compression = attention.compression
+        if attention.block_indexer is not None:
+            return (EntryCache(kv.k[place], step.block_tables, attention.block_indexer.head_dim, rate=1),)
         if compression is None:
             return ()
         entries = EntryCache(kv.k[place], step.block_tables, attention.head_dim, compression.rate)
@@ -234,6 +238,7 @@ class LayerPlace:
 
     angles  cos and sin of its rope; None: it has none
     factor  [T, 1, 1] that scales queries by their positions; None: no scaling
+    entries see LayerCache
     """
 
     angles: tuple[Tensor, Tensor] | None
@@ -241,6 +246,7 @@ class LayerPlace:
     k_cache: Tensor
     v_cache: Tensor
     factor: Tensor | None = None
+    entries: tuple[EntryCache, ...] = ()
 
     def rotate(self, heads: Tensor, is_interleaved: bool = False) -> Tensor:
         """Return heads [T, H, D] rotated."""
@@ -396,7 +402,7 @@ class DecoderLayer:
         if scaling is not None and factors is None:
             raise InvariantError("a layer that scales queries by their positions is run without factors")
         factor = None if scaling is None or factors is None else factors[scaling]
-        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
+        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor, cache.entries)
 
     def _run_mixer(self, x: Tensor, step: AttentionMetadata, cache: LayerCache) -> Tensor:
         assert self.spec.mixer is not None
@@ -440,7 +446,7 @@ class DecoderLayer:
         is_by_head = spec.qk_norm_over != "all"
         if not is_by_head:
             self._norm_qk(heads, spec)
-        heads = {name: y.view(len(x), -1, spec.head_dim) for name, y in heads.items()}
+        heads = {name: y.view(len(x), -1, spec.value_size if name == "v" else spec.head_dim) for name, y in heads.items()}
         if is_by_head and not spec.is_qk_norm_last:
             self._norm_qk(heads, spec)
         heads |= {name: place.rotate(y) for name, y in heads.items() if name != "v"}
@@ -448,16 +454,31 @@ class DecoderLayer:
             self._norm_qk(heads, spec)
         if spec.kv_source is None:
             v = self._norm(heads["v"], spec.v_norm, "v_norm")
+            if not spec.has_plain_values:
+                v = F.pad(v * spec.v_scale, (0, spec.head_dim - spec.value_size))
             store_kv(heads["k"], v, place.k_cache, place.v_cache, place.step.slots)
         sinks, q = self._parameters.get("sinks.weight"), place.scale(heads["q"])
         if self._query_copy is not None:
             rows, found = self._query_copy
             found.copy_(q[rows])
             self._query_copy = None
-        attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
+        if spec.block_indexer is None:
+            attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks)
+        else:
+            index = self._block_index(x, spec.block_indexer, place)
+            attended = attend_blocks(q, index, place.entries[0], (place.k_cache, place.v_cache), place.step, spec)
+        attended = attended[..., : spec.value_size].flatten(1)
         if spec.has_output_gate:
             attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
         return self._linear(attended, "o")
+
+    def _block_index(self, x: Tensor, spec: BlockIndexerSpec, place: LayerPlace) -> tuple[Tensor, Tensor]:
+        """Return the indexer's heads [T, H, D] and keys [T, D]."""
+        q, k = (
+            place.rotate(self._norm(self._linear(x, name).unflatten(-1, (-1, spec.head_dim)), spec.norm, f"{name}_norm"))
+            for name in ("index_q", "index_k")
+        )
+        return q, k[:, 0]
 
     def _norm_qk(self, heads: dict[str, Tensor], spec: AttentionSpec) -> None:
         """Normalise what there is of q and k, in the dict."""

@@ -67,8 +67,14 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
-    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
-        return "a clamped gate outside of a mixture of experts"
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):
+        return "compressed keys and values"
+    if any(layer.attention.block_indexer is not None for layer in spec.layers):
+        return "an indexer of blocks of keys"
+    if not all(layer.attention.has_plain_values for layer in spec.layers):
+        return "values that are smaller than keys, or scaled"
+    if any(layer.has_clamped_mlp for layer in spec.layers):
+        return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(layer.attention.alibi_slopes for layer in spec.layers):
         return "ALiBi"
@@ -84,8 +90,6 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"an indexer whose keys have an odd number of values, or more than {_MAX_INDEX_DIM}"
     if len({None if one is None else one.top_k for one in indexers}) > 1:
         return "an indexer of keys in some layers, or of other numbers of keys"
-    if any(layer.attention.shared_kv is not None for layer in spec.layers):
-        return "compressed keys and values"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:

@@ -11,7 +11,6 @@ from quire.contracts.model_spec import (
     NO_MLP,
     AltUpSpec,
     AttentionSpec,
-    CompressionSpec,
     HyperSpec,
     IndexerSpec,
     LatentSpec,
@@ -23,8 +22,8 @@ from quire.contracts.model_spec import (
     NormSpec,
     PerLayerGate,
     SharedBlockSpec,
-    SharedKvSpec,
 )
+from quire.contracts.sparse_spec import BlockIndexerSpec, CompressionSpec, SharedKvSpec
 
 Shape = tuple[int, ...]
 
@@ -199,15 +198,21 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     kv: dict[str, Shape] = {}
     if spec.kv_source is None:
         modules = ("k",) if spec.is_v_from_k else ("k", "v")
-        kv = {name: shape for module in modules for name, shape in _linear(module, kv_size, hidden, spec.has_qkv_bias).items()}
+        sizes = {"k": kv_size, "v": spec.num_kv_heads * spec.value_size}
+        kv = {
+            name: shape
+            for module in modules
+            for name, shape in _linear(module, sizes[module], hidden, spec.has_qkv_bias).items()
+        }
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **kv,
         **_head_norm("q_norm", spec, spec.num_heads),
         **({} if spec.kv_source is not None else _head_norm("k_norm", spec, spec.num_kv_heads)),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
+        **({} if spec.block_indexer is None else _block_indexer(spec.block_indexer, hidden)),
         **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
-        **_linear("o", hidden, q_size, spec.has_o_bias),
+        **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 
 
@@ -326,6 +331,13 @@ def _indexer(spec: IndexerSpec, query_size: int, hidden: int) -> dict[str, Shape
         **_norm("index_k_norm", spec.norm, spec.head_dim),
         **_linear("index_weights", spec.num_heads, hidden, False),
     }
+
+
+def _block_indexer(spec: BlockIndexerSpec, hidden: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name, count in (("index_q", spec.num_heads), ("index_k", 1)):
+        shapes |= _linear(name, count * spec.head_dim, hidden, False) | _norm(f"{name}_norm", spec.norm, spec.head_dim)
+    return shapes
 
 
 def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:

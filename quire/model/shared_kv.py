@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import AttentionSpec, CompressionSpec, NormSpec, SharedKvSpec
+from quire.contracts.model_spec import AttentionSpec, NormSpec
+from quire.contracts.sparse_spec import CompressionSpec, SharedKvSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.compressed_attention import Entries, EntryCache, attend_rows, compress, new_entries, read_rows
 from quire.kernels.reference.indexed_attention import IndexQueries

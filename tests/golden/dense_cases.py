@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.golden.published_files import MINIMAX_M3
+
 Options = dict[str, object]
 
 
@@ -196,6 +198,7 @@ WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
     ),
     "mistral3-mistral4": ("mistral3", "mistral4", {**_KIMI, "rope_parameters": _MINISTRAL3}, _PIXTRAL),
     "kimi-k25": ("kimi_k25", "deepseek_v3", _KIMI, _KIMI_VISION),
+    "minimax-m3": ("minimax_m3_vl", "minimax_m3_vl_text", MINIMAX_M3, {**_VISION, "image_size": 28, "patch_size": 14}),
     "internvl": (
         "internvl",
         "qwen3",

@@ -21,7 +21,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases, gemma_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
-from tests.golden.published_files import DEEPSEEK_V4, publish_deepseek_v4, split_convolutions
+from tests.golden.published_files import DEEPSEEK_V4, MIMO_V2_FLASH, publish, split_convolutions
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -264,6 +264,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek-v32": ("deepseek_v32", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, "rope_parameters": _MSCALE_YARN}),
     "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER}),
     "deepseek-v4": ("deepseek_v4", {**DEEPSEEK_V4, **_INDEXER, "index_topk": 5, "rope_parameters": _LONG_YARN}),
+    "mimo-v2-flash": ("mimo_v2_flash", MIMO_V2_FLASH),
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
 }
 
@@ -362,7 +363,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
@@ -445,7 +446,7 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
-        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe"):
+        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe", "minimax_m3_vl"):
             options["experts_implementation"] = "eager"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
@@ -522,8 +523,7 @@ def rewrite_as_v4(folder: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     text = config.get("text_config", config)
     text.pop("dtype", None)
-    if text["model_type"] == "deepseek_v4":
-        publish_deepseek_v4(folder, text)
+    publish(folder, text)
     _rewrite_rope(text)
     if text["model_type"].startswith("gemma4"):
         _rewrite_sizes(text)
@@ -577,7 +577,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith(("gemma4", "lfm3", "olmo_hybrid", "mellum")):
+    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_BLOCKS = "minimax_m3_sparse"
 _RATIOS = {_WINDOW: 0, _SPARSE: 4, _HEAVY: 128}
 
 
@@ -24,7 +25,53 @@ DEEPSEEK_V4: dict[str, object] = {
 }
 
 
-def publish_deepseek_v4(folder: Path, config: dict[str, Any]) -> None:
+MIMO_V2_FLASH: dict[str, object] = {
+    **{"num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 20, "v_head_dim": 12, "sliding_window": 11},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
+    **{"routed_scaling_factor": 1.7, "attention_bias": True, "attention_value_scale": 0.6},
+}
+
+
+MINIMAX_M3: dict[str, object] = {
+    **{"intermediate_size": 24, "dense_intermediate_size": 80, "shared_intermediate_size": 40, "num_hidden_layers": 3},
+    **{"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    **{"layer_types": ["full_attention", _BLOCKS, _BLOCKS], "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    **{"index_n_heads": 2, "index_head_dim": 12, "index_block_size": 5, "index_topk_blocks": 3},
+}
+
+
+def publish(folder: Path, text: dict[str, Any]) -> None:
+    """Rewrite the tensors of a folder and, in its place, the config of its language model, if it is of one of these types."""
+    if text["model_type"] == "deepseek_v4":
+        _publish_deepseek_v4(folder, text)
+    if text["model_type"] == "minimax_m3_vl_text":
+        _publish_minimax_m3(text)
+    if text["model_type"] == "mimo_v2_flash":
+        _publish_mimo_v2_flash(text)
+
+
+def _publish_mimo_v2_flash(text: dict[str, Any]) -> None:
+    text["hybrid_layer_pattern"] = [int(kind == "sliding_attention") for kind in text.pop("layer_types")]
+    text["moe_layer_freq"] = [int(kind == "sparse") for kind in text.pop("mlp_layer_types")]
+    full, near = (text["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+    text |= {"rope_theta": full["rope_theta"], "swa_rope_theta": near["rope_theta"], "partial_rotary_factor": 0.334}
+    text |= {"sliding_window_size": text.pop("sliding_window") - 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    del text["rope_parameters"]
+
+
+def _publish_minimax_m3(text: dict[str, Any]) -> None:
+    """Rewrite the config of the language model in its place."""
+    names = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim"}
+    names |= {"index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}
+    sparse = {new: text.pop(old) for old, new in names.items()} | {"sparse_local_block": text.pop("index_local_blocks")}
+    sparse["sparse_attention_freq"] = [int(kind == _BLOCKS) for kind in text.pop("layer_types")]
+    text["moe_layer_freq"] = [int(kind == "sparse") for kind in text.pop("mlp_layer_types")]
+    text["sparse_attention_config"] = {**sparse, "sparse_score_type": "max", "sparse_init_block": 0}
+    text |= {"hidden_act": "swigluoai", "use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True}
+
+
+def _publish_deepseek_v4(folder: Path, config: dict[str, Any]) -> None:
     """Rewrite the tensors of a folder and, in its place, its config."""
     file = folder / "model.safetensors"
     save_file({_published_name(name): tensor for name, tensor in load_file(file).items()}, file)

@@ -25,7 +25,7 @@ CASES = (
     *("gpt-oss", "granite", "mixtral-window", "qwen3-moe"),
     *("qwen2-moe-window", "olmoe", "flex-olmo", "glm4-moe", "minimax-m2", "ernie4-5-moe-bias", "hunyuan-moe", "phimoe"),
     *("granitemoe-shared", "dots1-window", "solar-open", "exaone-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
-    *("mistral4", "minicpm3", "deepseek-v32", "deepseek-v4", "glm-moe-dsa"),
+    *("mistral4", "minicpm3", "deepseek-v32", "deepseek-v4", "mimo-v2-flash", "glm-moe-dsa"),
 )
 IDS = torch.randint(3, 126, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 _OF_TRANSFORMERS = {

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import AttentionSpec, CompressionSpec
+from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.sparse_spec import CompressionSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.indexed_attention import IndexQueries, choose_keys
 

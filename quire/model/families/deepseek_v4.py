@@ -12,7 +12,6 @@ from dataclasses import replace
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import (
     AttentionSpec,
-    CompressionSpec,
     GateClamp,
     HyperSpec,
     IndexerSpec,
@@ -21,8 +20,8 @@ from quire.contracts.model_spec import (
     MoeSpec,
     NormSpec,
     RopeSpec,
-    SharedKvSpec,
 )
+from quire.contracts.sparse_spec import CompressionSpec, SharedKvSpec
 from quire.model.families.blocks import assemble, read_rms_norm
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import LEAST_SUM, MixtureNames, find_mixture_sources, read_moe

@@ -22,6 +22,7 @@ from quire.contracts.step import StepPlan
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
+from quire.kernels.triton.rotated_codes import PACKED
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool, kv_dtypes
 from quire.kv.tiers.host_slab import HostSlab, slots_file
@@ -229,10 +230,11 @@ def build_rank(
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
-        logger.info(decoder.fusion)
+        kv = report.memory.kv
+        is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
+        logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
         if counts_experts(config):
             decoder.watch_experts(config.lossy_routing)
-        kv = report.memory.kv
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)

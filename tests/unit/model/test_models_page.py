@@ -36,7 +36,7 @@ one of these values of `model_type`; every other one is refused with the nearest
   Granite mixtures with windows are refused). Weights of every model may be
   [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
 - **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
-  recurrent state or compressed keys verify chains only.
+  recurrent state, compressed keys or an indexer of blocks verify chains only.
 - **Tested**: small random models of different configurations, whose logits and greedy tokens tests compare with transformers:
   64 tokens in one configuration of each type at least, batched, alone, in chunks, cached, preempted, and with drafts.
 - **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a
@@ -51,6 +51,7 @@ _NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }

@@ -262,8 +262,9 @@ void Plan::finish_indexer(PlanLayer& l) {
     if (divides_rows() || has_context() || has_homes()) throw std::invalid_argument("ranks that divide the tokens of sequences have no indexer of keys");
     if (!indexer.q || !indexer.k || !indexer.weights || !indexer.k_norm.is_present || indexer.head_dim > MAX_INDEX_SIZE || indexer.head_dim % 2 != 0)
         throw std::invalid_argument("an indexer has heads of at most " + std::to_string(MAX_INDEX_SIZE) + " values, an even number, a norm of keys, and weights of heads");
-    if (choice_.top_k > 0 && (choice_.top_k != indexer.top_k || choice_.row_size != l.head_dim))
-        throw std::invalid_argument("the layers of a model choose equally many keys of one size");
+    const bool is_first = &l == layers_[0].get();
+    if (is_first == (choice_.top_k > 0) || (!is_first && (choice_.top_k != indexer.top_k || choice_.row_size != l.head_dim)))
+        throw std::invalid_argument("all layers of a model, or none, choose equally many keys of one size");
     choice_.top_k = indexer.top_k;
     choice_.row_size = l.head_dim;
     indexer.q_form = (l.latent.q_a ? l.q_site : l.attn_site).add(indexer.q->weight);
@@ -451,8 +452,7 @@ void Plan::reserve_attention(const Batch& batch) {
 
 void Plan::reserve_choice(const Batch& batch) {
     choice_.take(batch);
-    for (const auto& l : layers_)
-        if (l->has_indexer()) choice_.reserve(l->kv.format);
+    choice_.reserve(layers_[0]->kv.format);
     for (i32 first = 0; first < choice_.num_pieces(); first += GATHERED_PIECES) reserve_attention(choice_.batch(first, std::min(GATHERED_PIECES, choice_.num_pieces() - first)));
 }
 
