@@ -146,13 +146,12 @@ class AttentionSpec:
                    empty: nothing
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
-    is_qk_norm_last q and k are normalised after the rotation, head by head
-    query_scaling  None: queries are the same at any position
     is_v_from_k    values are what k projects, before norm and rotation (Gemma 4): there is no v
     v_norm         normalises each head of v, without a weight (Gemma 3n and 4)
     kv_source      the earlier layer whose cached keys and values the layer reads: it has no k and v, and stores nothing; None:
                    its own
     has_output_gate what the heads give is multiplied by the sigmoid of a further projection, before o (Qwen3-Next)
+    has_head_gate  with it: the projection has one number a head, whose softplus multiplies the head (Laguna)
     is_causal      False: a token attends to all tokens of the sequence, or with a window to those less than `window` away on
                    either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
@@ -180,12 +179,11 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] = ()
     is_softmax_f32: bool = True
     has_sinks: bool = False
-    is_qk_norm_last: bool = False
-    query_scaling: QueryScaling | None = None
     is_v_from_k: bool = False
     v_norm: NormSpec | None = None
     kv_source: int | None = None
     has_output_gate: bool = False
+    has_head_gate: bool = False
     latent: LatentSpec | None = None
     is_causal: bool = True
     shared_kv: SharedKvSpec | None = None

@@ -20,7 +20,7 @@ from quire.contracts.model_spec import (
     MoeSpec,
     RopeSpec,
 )
-from quire.kernels.reference.activation import apply_xielu, cut_gate
+from quire.kernels.reference.activation import apply_output_gate, apply_xielu, cut_gate
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
@@ -303,7 +303,7 @@ class DeviceLayer:
             attended = self._context.attend(q, cache, step, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
-            attended = attended * torch.sigmoid(gate)
+            attended = apply_output_gate(attended, gate, spec)
         return self._close("o", attended, step)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

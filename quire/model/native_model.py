@@ -466,7 +466,7 @@ class NativeModelBuilder:
         for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = attention_rows(spec, shard)
+        rows, layer.has_head_gate = attention_rows(spec, shard), attention.has_head_gate
         for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):

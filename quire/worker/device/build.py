@@ -25,7 +25,7 @@ from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.rotated_codes import PACKED
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool, kv_dtypes
-from quire.kv.tiers.host_slab import HostSlab, slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_of
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
@@ -107,7 +107,7 @@ def build_device_runner(
     sizes = step_sizes(config, report, num_batched_tokens)
     warn_lossy(config)
     if config.parallel.world_size > 1:
-        built = build_leader(config, device, report, sizes)
+        built = build_leader(config, device, report, sizes, slab)
     else:
         built = build_rank(config, device, report, sizes, slab=slab)
     for line in built.plan.describe().splitlines():
@@ -144,22 +144,33 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
     return torch.cuda.nvtx.range(f"step {plan.step_id}: {plan.num_tokens} tokens of {len(plan.num_scheduled_tokens)} sequences")
 
 
-def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
-    """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
+def build_leader(
+    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, slab: HostSlab | None = None
+) -> BuiltRank:
+    """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with.
+
+    slab  see build_runner
+    """
     size, num_pages = config.parallel.world_size, num_host_pages(config, report)
-    file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
+    file = slots_of(slab, num_pages, page_bytes(report.memory)) if num_pages > 0 else None
     try:
         told = RankConfig.of(config, report, sizes, -1 if file is None else file)
         pass_fds = () if file is None else (file,)
         options = launch_options(config, with_store=True, areas=PageMoveCounters.areas(size), pass_fds=pass_fds)
-        return _start_ranks(replace(config, pipeline_layers=told.config.pipeline_layers), device, report, told, options)
+        settled = replace(config, pipeline_layers=told.config.pipeline_layers)
+        return _start_ranks(settled, device, report, told, options, slab)
     finally:
         if file is not None:
             os.close(file)  # all have mapped it
 
 
 def _start_ranks(
-    config: EngineConfig, device: torch.device, report: ModelReport, told: RankConfig, options: LaunchOptions
+    config: EngineConfig,
+    device: torch.device,
+    report: ModelReport,
+    told: RankConfig,
+    options: LaunchOptions,
+    slab: HostSlab | None,
 ) -> BuiltRank:
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
@@ -170,7 +181,7 @@ def _start_ranks(
         workers.startup.stage("connecting")
         group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
-        built = build_rank(config, device, report, told.sizes, group)
+        built = build_rank(config, device, report, told.sizes, group, slab)
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)

@@ -92,7 +92,7 @@ void bind_layer(nb::module_& m) {
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
     QUIRE_FIELD(attn_in); QUIRE_FIELD(attn_out); QUIRE_FIELD(mlp_in); QUIRE_FIELD(mlp_out); QUIRE_FIELD(q_norm); QUIRE_FIELD(k_norm);
     QUIRE_FIELD(v_norm); QUIRE_FIELD(per_layer_gate); QUIRE_FIELD(per_layer_up); QUIRE_FIELD(per_layer_norm); QUIRE_FIELD(output_scale);
-    QUIRE_FIELD(attn_gate); QUIRE_FIELD(mixer); QUIRE_FIELD(mixer_in); QUIRE_FIELD(attention_out_scale); QUIRE_FIELD(mixer_out_scale); QUIRE_FIELD(gate_scale); QUIRE_FIELD(down_scale);
+    QUIRE_FIELD(attn_gate); QUIRE_FIELD(has_head_gate); QUIRE_FIELD(mixer); QUIRE_FIELD(mixer_in); QUIRE_FIELD(attention_out_scale); QUIRE_FIELD(mixer_out_scale); QUIRE_FIELD(gate_scale); QUIRE_FIELD(down_scale);
     QUIRE_FIELD(is_expert_gated); QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);

@@ -176,6 +176,7 @@ struct PlanLayer {
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
     float attention_out_scale = 1.0f, mixer_out_scale = 1.0f, gate_scale = 1.0f, down_scale = 1.0f;  // see LayerSpec and MlpSpec
     bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
+    bool has_head_gate = false;    // attn_gate has one output a head, whose softplus multiplies the head
     bool is_parallel = false;      // both blocks read the same residual
     float clip = 0.0f;             // of q, k and v; 0: none
     float query_beta = 0.0f;       // of the factor on queries by their position; 0: none

@@ -209,7 +209,13 @@ struct Stepper : StepBlock {
             kernels.attention->attend(worker, a, own);
         if (l.attn_gate) {
             each(num_rows, [&](i64 row) {
-                kernels.elementwise->gate(a.out + row * a.out_stride, plan.gate_rows_ + row * row_stride(plan.gate_size_), l.num_heads * l.head_dim);
+                float* const heads = a.out + row * a.out_stride;
+                const float* const gates = plan.gate_rows_ + row * row_stride(plan.gate_size_);
+                if (!l.has_head_gate) return kernels.elementwise->gate(heads, gates, l.num_heads * l.head_dim);
+                for (i32 head = 0; head < l.num_heads; ++head) {
+                    const float softplus = gates[head] > 20.0f ? gates[head] : std::log1p(std::exp(gates[head]));
+                    kernels.elementwise->scale_and_cap(heads + head * l.head_dim, l.head_dim, softplus, 0.0f);
+                }
             });
         }
         wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
