@@ -10,6 +10,7 @@ import torch
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.triton.launching import Launch
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_context import ContextRanks
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_shards import DeviceShard
@@ -44,24 +45,37 @@ class DeviceRankThreads:
 
     parameters  returns the model's parameters anew: each rank empties its own
     placements  of whole experts; hosts: of the ranks
+    context_size  all ranks, where they share the tokens of sequences
     """
 
     def __init__(
-        self, spec, parameters, shares, max_model_len, device, is_in_order=False, policy=None, placements=None, hosts=None
+        self,
+        spec,
+        parameters,
+        shares,
+        max_model_len,
+        device,
+        is_in_order=False,
+        policy=None,
+        placements=None,
+        hosts=None,
+        context_size=1,
     ):
         self.size = len(shares)
         self.communicators = [CountingCommunicator(each) for each in gloo_communicators(self.size)]
 
         def build(rank):
-            shard = DeviceShard.of(spec, rank, shares, is_in_order, placements)
-            ranks = DeviceRanks(self.communicators[rank], shard, hosts)
+            shard = DeviceShard.of(spec, rank, shares, is_in_order, placements, context_size)
+            context = ContextRanks(self.communicators[rank], rank) if context_size > 1 else None
+            ranks = DeviceRanks(self.communicators[rank], shard, hosts, context)
             return DeviceDecoder(spec, parameters(), max_model_len, device, policy, is_in_order, ranks)
 
         self.decoders = run_threads(self.size, build)
 
     def pools(self, block_size, dtype, num_blocks, device):
         """Return a cache for each rank."""
-        return [DeviceKvPool(KvSpec.on_device(each.spec, block_size, dtype), num_blocks, device) for each in self.decoders]
+        specs = [each.ranks.shard.cached_spec for each in self.decoders]
+        return [DeviceKvPool(KvSpec.on_device(spec, block_size, dtype), num_blocks, device) for spec in specs]
 
     def call(self, act):
         """Return what act(decoder, rank) returns on each rank."""

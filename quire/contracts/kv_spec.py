@@ -158,7 +158,7 @@ class KvSpec:
                   those of a pool of their own. None: all layers are in one group, the full group
     is_windowed   of each layer, whether it is in the window group; empty if there is none
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
-    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
+    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec): on a GPU, and where there is an indexer
     index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
                   `dtype`; empty if there is none
     """
@@ -181,17 +181,17 @@ class KvSpec:
         if any(one.compression is not None or one.block_indexer is not None for one in attentions):
             shapes += tuple(_entry_shape(one, block_size) for one in attentions)
         if not spec.has_recurrent_state:
-            found = cls(block_size, dtype, shapes)
+            latent = [one.latent for one in attentions]
+            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
+            found = cls(block_size, dtype, shapes, is_joined=any(index_dims), index_dims=index_dims if any(index_dims) else ())
             return found._with_windows(spec) if limits_windows else found
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
 
     @classmethod
     def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape on a GPU, where latent rows, which are both key and value, are kept once; see `of`."""
-        latent = [layer.attention.latent for layer in spec.layers]
-        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
-        found = cls.of(spec, block_size, dtype, limits_windows)
-        return replace(found, is_joined=latent.count(None) < len(latent), index_dims=index_dims if any(index_dims) else ())
+        is_joined = any(layer.attention.latent is not None for layer in spec.layers)
+        return replace(cls.of(spec, block_size, dtype, limits_windows), is_joined=is_joined)
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""
@@ -253,6 +253,11 @@ class KvSpec:
         return self.bytes_per_token * self.block_size - self.window_bytes_per_block
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the host tier: of a block or, where no layer has attention, of a recurrent state."""
+        return self.bytes_per_block or self.bytes_per_state
+
+    @property
     def window_bytes_per_block(self) -> int:
         """Bytes of one block over the layers of the window group."""
         layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
@@ -267,8 +272,9 @@ class KvSpec:
             for layer, (heads, dim) in enumerate(self.layer_shapes):
                 dtype = self.dtype_of(layer)
                 bits = QUANTIZED_KV_BITS[dtype][place] if dtype in QUANTIZED_KV_BITS else 8 * DTYPE_BYTES[dtype]
+                size = self.index_dims[layer] if place == 1 and self.index_dims else dim
                 if heads > 0:
-                    rows.append((name, layer, self.block_size * dim * bits // 8))
+                    rows.append((name, layer, self.block_size * size * bits // 8))
                 if heads > 0 and dtype in QUANTIZED_KV_BITS:
                     scales.append((f"{name}_scale", layer, self.block_size * _SCALE_BYTES))
         return rows + sorted(scales, key=lambda scale: (scale[1], scale[0]))

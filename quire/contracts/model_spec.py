@@ -142,6 +142,8 @@ class AttentionSpec:
     query_scaling  None: queries are the same at any position
     clip_qkv       q, k and v are clipped to [-clip_qkv, clip_qkv] as they are projected (OLMo)
     softcap        scores become softcap * tanh(scores / softcap), before the mask
+    alibi_slopes   of each head, what a score loses for each token between query and key (ALiBi, https://arxiv.org/abs/2108.12409);
+                   empty: nothing
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
@@ -175,6 +177,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     clip_qkv: float | None = None
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
     is_softmax_f32: bool = True
     has_sinks: bool = False
     is_qk_norm_last: bool = False
@@ -221,6 +224,15 @@ class AttentionSpec:
     def has_plain_values(self) -> bool:
         """Whether values are as large as keys, and stored as they are projected."""
         return self.value_size == self.head_dim and self.v_scale == 1.0
+
+    @property
+    def torch_only(self) -> str | None:
+        """What no kernel but those of torch has; None: nothing."""
+        if self.shared_kv is not None:
+            return "compressed keys and values"
+        if self.block_indexer is not None:
+            return "an indexer of blocks of keys"
+        return None if self.has_plain_values else "values that are smaller than keys, or scaled"
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
@@ -299,6 +311,7 @@ class MoeSpec:
     has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
     latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
                      the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
+    output_scale     multiplies the sum of all experts in the end (Cohere 2 takes the mean of it and the shared expert)
     has_token_table  the experts of a token are those that a table has for its id, weighed by their scores (DeepSeek-V4)
     """
 
@@ -324,6 +337,7 @@ class MoeSpec:
     has_expert_scale: bool = False
     latent_size: int | None = None
     has_latent_bias: bool = False
+    output_scale: float = 1.0
     has_token_table: bool = False
 
     @property
@@ -526,9 +540,8 @@ class ModelSpec:
         """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
         if self.has_recurrent_state:
             return "a recurrent state"
-        if any(layer.attention.block_indexer is not None for layer in self.layers):
-            return "an indexer of blocks of keys"
-        return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
+        attentions = (layer.attention for layer in self.layers)
+        return next((one.torch_only for one in attentions if one.shared_kv is not None or one.block_indexer is not None), None)
 
     @property
     def is_causal(self) -> bool:

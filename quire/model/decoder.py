@@ -506,7 +506,7 @@ class DecoderLayer:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
-            # The indexer's keys are stored in the value cache, since a latent row is both key and value.
+            # A latent row is both key and value: what would be the cache of values holds the indexer's keys.
             index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
             store_index_keys(keys, place.v_cache, place.step.slots)
@@ -539,7 +539,8 @@ class DecoderLayer:
             return self._branches(x, residual, spec, spec.branch_norm, spec.shared)
         table = self._parameters.get("token_experts.weight")
         y = self._experts(x, spec, None, None if table is None or token_ids is None else table[token_ids])
-        return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        y = y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        return y if spec.output_scale == 1.0 else y * spec.output_scale
 
     def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None, chosen: Tensor | None = None) -> Tensor:
         modules = ("router", "experts.gate_up", "experts.down")

@@ -102,7 +102,9 @@ class DeviceLayer:
         self.exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self.routing: DeviceRouting | None = None
         self._own = own
-        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
+        self._context = None if ranks is None else ranks.context
+        kinds = self._rope, is_in_order, prefix, self._context
+        self._latent = None if attention.latent is None else LatentAttention(attention, own, *kinds)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
@@ -287,13 +289,18 @@ class DeviceLayer:
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
             q, k = (q, k) if self._ranks is None else self._ranks.own_heads(q, k)
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
+        if self._context is not None:
+            heads = self._context.gather_heads(heads)
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         if spec.v_norm is not None and self.kv_source is None:
             heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
         slots = step.slots if self.kv_source is None else None
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
-        attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        if self._context is None:
+            attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        else:
+            attended = self._context.attend(q, cache, step, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
             attended = attended * torch.sigmoid(gate)
@@ -327,29 +334,8 @@ class DeviceLayer:
         """Return the output of the feed-forward block of y, the residual normalised."""
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
-            routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
-            routed = routed.float() if spec.is_router_f32 else routed
-            logits, lora = self._adapted(step, self._router(routed), routed, "router"), step.lora
-            read = read if spec.latent_size is None else self._product("latent_in", read, step)
-            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
-            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
-            if self.routing is not None:
-                extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
-            out, kind = self._run_experts(read, logits, spec, extra, lora)
-            out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            ranks = self._ranks
-            read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
-            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
-            if ranks is None:
-                branches = self._branches
-                return out if shared is None else out + shared if branches is None else branches.join(shared, out)
-            if shared is None:
-                return ranks.close_part(out, kind)
-            shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
-            if kind == shared_kind and self._branches is None:
-                return ranks.close_part(out + shared, kind)
-            out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
-            return out + shared if self._branches is None else self._branches.join(shared, out)
+            out = self._mixture(y, step, residual, spec, self._router)
+            return out if spec.output_scale == 1.0 else out * spec.output_scale
         both = self._product("gate_up", y, step)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
@@ -360,6 +346,34 @@ class DeviceLayer:
         if self._xielu is not None:
             return self._close("down", apply_xielu(both, *self._xielu), step)
         return self._close("down", activate(both, None, spec.activation), step)
+
+    def _mixture(
+        self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor, spec: MoeSpec, router: DeviceLinear
+    ) -> Tensor:
+        """Return the sum of the experts of y, the shared one included."""
+        routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
+        routed = routed.float() if spec.is_router_f32 else routed
+        logits, lora = self._adapted(step, router(routed), routed, "router"), step.lora
+        read = read if spec.latent_size is None else self._product("latent_in", read, step)
+        adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
+        extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
+        if self.routing is not None:
+            extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
+        out, kind = self._run_experts(read, logits, spec, extra, lora)
+        out = out if spec.latent_size is None else self._product("latent_out", out, step)
+        ranks = self._ranks
+        read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
+        shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
+        if ranks is None:
+            branches = self._branches
+            return out if shared is None else out + shared if branches is None else branches.join(shared, out)
+        if shared is None:
+            return ranks.close_part(out, kind)
+        shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
+        if kind == shared_kind and self._branches is None:
+            return ranks.close_part(out + shared, kind)
+        out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
+        return out + shared if self._branches is None else self._branches.join(shared, out)
 
     def _run_experts(
         self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras, lora: AddsAdapters | None

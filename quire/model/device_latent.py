@@ -15,6 +15,7 @@ from quire.kernels.triton.indexer import IndexInputs, attend_chosen
 from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.model.device_context import LayerContext
 from quire.model.device_heads import turn_heads
 from quire.model.device_linear import DeviceLinear
 
@@ -26,14 +27,21 @@ class LatentAttention:
     own          the layer's dense parameters: the norms of latent rows, and kv_b.weight
     is_in_order  batch-invariant: a row has the same bits for any number of rows
     prefix       of the layer's canonical names
+    context      where the rows of a sequence lie on several ranks; None: all are on this one
     """
 
     def __init__(
-        self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, is_in_order: bool, prefix: str
+        self,
+        spec: AttentionSpec,
+        own: Mapping[str, Tensor],
+        rope: Rope | None,
+        is_in_order: bool,
+        prefix: str,
+        context: LayerContext | None = None,
     ) -> None:
         if spec.latent is None:
             raise InvariantError("latent attention of a layer that has none")
-        self._prefix = prefix
+        self._prefix, self._context = prefix, context
         self._spec, self._latent, self._rope, self._is_in_order = spec, spec.latent, rope, is_in_order
         self._q_norm = None if self._latent.q_rank is None else Norm(self._latent.norm, own["q_a_norm.weight"])
         self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
@@ -64,11 +72,14 @@ class LatentAttention:
         q_row = q_row if lora is None else lora.add_to_keys(q_row, nope, name)
         q = torch.cat((self._halves(q_rope), q_row), -1)
         k = torch.cat((self._halves(k_rope), row), -1)[:, None]
+        q = q if self._context is None else self._context.gather_queries(q)
         heads, rope = Projections(q, k, k), self._rope
         if spec.query_scaling is not None:
             heads, rope = turn_heads(heads, spec, positions, rope, None), None
         q = place_heads(heads, cache, step.slots, positions, rope, None, self._is_in_order)
-        if self._indexer is None:
+        if self._context is not None:
+            attended = self._context.attend(q, cache, step, None, self._is_in_order)
+        elif self._indexer is None:
             attended = attend(q, cache, step, spec, None, self._is_in_order)
         else:
             index = self._indexer.inputs(y, read, positions, step, cache, self._prefix)

@@ -71,6 +71,8 @@ def reason_not_to_fuse(
         reason = next((found for part in quantised if (found := reason_not_to_fuse_codes(part, dtype)) is not None), None)
         if reason is not None:
             return reason
+    if ranks is not None and ranks.context is not None:
+        return "keys on several ranks"
     if ranks is not None and not ranks.row_parallel >= {"o", "down"}:
         return "weights cut by their outputs"
     return None

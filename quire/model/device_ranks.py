@@ -5,47 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.kernels.triton.adding import add_parts_launch
+from quire.model.device_collectives import Collectives, gather, gather_columns
+from quire.model.device_context import ContextRanks, LayerContext
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
-from quire.parallel.communicator import Transfer
 from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
 PartKind = Literal["sum", "columns", "whole"]
 """What a rank has of the output of a block."""
-
-
-class Collectives(Protocol):
-    """The part of Communicator that a model's steps need."""
-
-    size: int
-
-    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """See Communicator."""
-        ...
-
-    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
-        """See Communicator."""
-        ...
-
-    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
-        """See Communicator."""
-        ...
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """See Communicator."""
-        ...
-
-    def wait_for(self, event: torch.cuda.Event) -> None:
-        """See TorchCommunicator."""
-        ...
 
 
 class DeviceRanks:
@@ -54,10 +29,17 @@ class DeviceRanks:
     communicator  of the group, on the model's device
     shard         the part of this rank
     hosts         of the ranks, equal for ranks of one host; None: all are on one
+    context       those that share the tokens of sequences with this one; None: each has all tokens
     """
 
-    def __init__(self, communicator: Collectives, shard: DeviceShard, hosts: Sequence[int] | None = None) -> None:
-        self.communicator, self.shard = communicator, shard
+    def __init__(
+        self,
+        communicator: Collectives,
+        shard: DeviceShard,
+        hosts: Sequence[int] | None = None,
+        context: ContextRanks | None = None,
+    ) -> None:
+        self.communicator, self.shard, self.context = communicator, shard, context
         self.hosts = tuple(hosts or (0,) * len(shard.ranks))
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
         self._row_sizes: tuple[int, ...] | None = None
@@ -74,15 +56,7 @@ class DeviceRanks:
         part   [T, sizes[rank]], this rank's
         sizes  columns of each rank
         """
-        most, num_tokens = max(sizes), len(part)
-        sent = part
-        if part.shape[1] < most:
-            sent = part.new_zeros(num_tokens, most)
-            sent[:, : part.shape[1]].copy_(part)
-        gathered = self.gather(sent.contiguous())
-        if num_tokens == 1 and out is None and min(sizes) == most:
-            return gathered.view(1, -1)
-        return torch.cat([gathered[rank, :, :size] for rank, size in enumerate(sizes)], 1, out=out)
+        return gather_columns(self.communicator, part, sizes, out)
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """Return the sum of the ranks' partial sums [T, N], which may overwrite `part`.
@@ -174,9 +148,7 @@ class DeviceRanks:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks [R, T, N]."""
-        gathered = part.new_empty(self.communicator.size, *part.shape)
-        self.communicator.all_gather(gathered.view(-1, *part.shape[1:]), part)
-        return gathered
+        return gather(self.communicator, part)
 
 
 class LayerRanks:
@@ -200,6 +172,11 @@ class LayerRanks:
         self._outputs = tuple(layer.outputs.size for layer in layers)
         self._heads, self._own_heads = [layer.heads for layer in layers], layers[ranks.shard.rank].heads
         self._dim = dim
+        context, self.context = ranks.context, None
+        if context is not None:
+            first = ranks.shard.rank - context.place
+            own = ranks.shard.local_spec.layers[index].attention
+            self.context = LayerContext(context, own, self._heads[first : first + context.size])
         experts = [layer.experts for layer in layers]
         whole, mlp = tuple(each.experts for each in experts if each is not None), ranks.shard.spec.layers[index].mlp
         self.placement = ExpertPlacement(mlp.num_experts, whole) if whole and isinstance(mlp, MoeSpec) else None

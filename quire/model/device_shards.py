@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
@@ -53,14 +53,20 @@ class DeviceShard:
         shares: Sequence[float],
         is_in_order: bool,
         placements: Mapping[int, ExpertPlacement] | None = None,
+        context_size: int = 1,
     ) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
         placements  with expert parallelism: where the whole experts of each layer are, by its index; None: without
+        context_size  consecutive ranks that share the tokens of sequences
 
         Raises ConfigError if a rank would have no part of a weight.
         """
-        ranks = [ModelShard.of(spec, each, shares, placements) for each in range(len(shares))]
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but on GPUs an indexer of keys ({spec.model_type}) runs on one rank"
+            )
+        ranks = [ModelShard.of(spec, each, shares, placements, context_size) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]
         return cls(spec, tuple(ranks), rank, is_in_order)
@@ -79,6 +85,12 @@ class DeviceShard:
     def local_spec(self) -> ModelSpec:
         """The model that this rank runs."""
         return self.spec_of(self.rank)
+
+    @property
+    def cached_spec(self) -> ModelSpec:
+        """The model that this rank runs, with the key and value heads that its cache has."""
+        layers = zip(self.local_spec.layers, self.own.layers, strict=True)
+        return replace(self.local_spec, layers=tuple(_cached_layer(layer, shard) for layer, shard in layers))
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of this rank's parameters; those of _ROW_PARALLEL are found when they are opened."""
@@ -176,6 +188,12 @@ def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
     else:
         mlp = replace(layer.mlp, intermediate_size=shard.inner.size)
     return replace(layer, attention=attention, mlp=mlp)
+
+
+def _cached_layer(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
+    cached = shard.heads if shard.context is None else shard.context
+    sizes = {"num_heads": cached.heads.size, "num_kv_heads": cached.kv_heads.size}
+    return replace(layer, attention=replace(layer.attention, **sizes))
 
 
 def _scaled(part: ShardRange, rows: int) -> ShardRange:

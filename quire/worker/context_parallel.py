@@ -35,7 +35,7 @@ def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -
         refusal = native_refusal(spec, cpu_block_size(config))
         if refusal is not None:
             raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
-        _check_states(name, size, spec)
+        _check_layers(name, size, spec)
         _check_tiers(config, name, size)
         if config.speculative_config is not None:
             _check_drafts(config.speculative_config, name, size)
@@ -52,7 +52,7 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
     refusal = native_refusal(spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
-    _check_states(name, True, spec)
+    _check_layers(name, True, spec)
     if not spec.is_causal:
         raise ConfigError(
             f"{name} does not fit the model ({spec.model_type}), whose tokens attend in both directions: leave it out"
@@ -71,7 +71,17 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
         )
 
 
-def _check_states(name: str, size: int, spec: ModelSpec) -> None:
+def _check_layers(name: str, size: int, spec: ModelSpec) -> None:
+    attentions = [layer.attention for layer in spec.layers]
+    if any(one.latent is not None and one.latent.indexer is not None for one in attentions):
+        raise ConfigError(
+            f"{name} is {size}, but the indexer of a {spec.model_type!r} model chooses among the keys of all tokens, on each "
+            "rank: leave it out"
+        )
+    if name != "prefill_context_parallel_size" and any(one.has_output_gate for one in attentions):
+        raise ConfigError(
+            f"{name} is {size}, but the attention of a {spec.model_type!r} model has an output gate: leave it out"
+        )
     if spec.has_recurrent_state:
         raise ConfigError(
             f"{name} is {size}, but a {spec.model_type!r} model has a recurrent state, which takes the tokens of a sequence in "

@@ -343,6 +343,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
 }
 
+_MIXTURES |= dense_cases.MIXTURES
 _CONFIGS |= _MIXTURES
 
 CASES: tuple[str, ...] = tuple(_CONFIGS)
@@ -354,6 +355,7 @@ _LIKE_OTHERS = (
     *("qwen2-window", "qwen2-moe-window", "dots1-window", "smollm3-window", "phi3-window", "mixtral-window", "gemma2-no-cap"),
     *("phimoe-longrope", "olmoe-renorm", "glm4-moe-no-renorm", "qwen3-moe-no-renorm", "hunyuan-moe-alpha"),
     *("deepseek-v3-halves", "olmo-clip", "exaone4-full", "gpt-oss-no-bias", "starcoder2-no-bias", "opt-no-bias"),
+    *dense_cases.COMPOSED,
 )
 STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _LIKE_OTHERS)
 """Without cases that differ from another of their family in rotations, windows or numbers only, or by having less."""
@@ -361,10 +363,10 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*INDEXED_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
-    *(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options),
+    *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
     *(name for name, (_, _, text, _) in WRAPPED.items() if "kv_lora_rank" in text),
 )
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
@@ -467,7 +469,7 @@ def _class_of(model_type: str) -> type:
 
 
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
-    if model_type in ("gpt2", "gptj"):
+    if model_type in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         return {**options, "bos_token_id": 1, "eos_token_id": 2}
     return deepcopy({**_BASE, **options})  # configs change their rope parameters in place
 
@@ -490,7 +492,7 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
     is_gemma = name in {**gemma_cases.CASES, **gemma_cases.WRAPPED}
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
+    is_offset = name.startswith(("gemma", "vaultgemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -535,6 +537,7 @@ def rewrite_as_v4(folder: Path) -> None:
         "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
+        "mellum",
     ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
@@ -569,11 +572,12 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
             **{"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")},
             "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
         }
+    if text["model_type"] in ("kimi_linear", "cohere2_moe"):
         text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid")):
+    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

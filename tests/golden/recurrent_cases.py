@@ -163,12 +163,17 @@ CASES: dict[str, tuple[str, Options]] = {
         {**_KIMI, "q_lora_rank": 24, "attention_bias": True, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 4},
     ),
 }
-_TORCH = ("nemotron-h-options", "zamba2", "zamba2-options", "olmo-hybrid")
-"""With experts that read a projection of their input, blocks before a mixer, or a factor on beta."""
-NATIVE_CASES = tuple(case for case in CASES if case not in _TORCH)
-"""That the native CPU kernels run."""
-MIXED_CASES = ("nemotron-h", "qwen3-next", "jamba", "kimi-linear-latent", "lfm2-plain", "falcon-h1-norm")
-"""Of these, one of each kind of mixer, and of each place of one."""
+MIXED_CASES = (
+    "nemotron-h",
+    "qwen3-next",
+    "jamba",
+    "kimi-linear-latent",
+    "lfm2-plain",
+    "falcon-h1-norm",
+    "nemotron-h-options",
+    "zamba2",
+)
+"""One of each kind of mixer, and of each place of one."""
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
 
 _VISION: Options = {

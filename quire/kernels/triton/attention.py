@@ -147,11 +147,7 @@ def attend_launches(
     short, long = step.tiles(num_queries, num_short)
     launches: list[Launch] = []
     if short.num_tiles:
-        tile = fixed or short_attention_tile(dim, group, q.dtype, cache.k.dtype)
-        rows = power_of_two(short.num_queries * group, tile.rows)
-        launches += _split_on_device(
-            _Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), CHUNK, is_in_order)
-        )
+        launches += _split_on_device(_short_call(out, q, cache, step, spec, sinks, short, is_in_order))
     if long.num_tiles:
         tile = fixed or long_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
@@ -160,6 +156,73 @@ def attend_launches(
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
     return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
+
+
+class SomeChunks(NamedTuple):
+    """Results of some chunks of keys: partial [items, num_kv, queries * group, D] f32, and log_sums without D."""
+
+    partial: Tensor
+    log_sums: Tensor
+
+
+def partial_shape(spec: AttentionSpec, num_queries: int) -> tuple[int, int, int]:
+    """Return (num_kv, queries * group, D) of SomeChunks for runs of so many queries."""
+    heads = _Heads.of(spec)
+    return heads.num_kv, num_queries * heads.group, heads.dim
+
+
+def attend_some_chunks_launch(
+    found: SomeChunks,
+    q: Tensor,
+    cache: KvCache,
+    step: DeviceAttentionMetadata,
+    spec: AttentionSpec,
+    tiles: Tiles,
+    plan: ChunkPlan,
+    is_in_order: bool = False,
+) -> Launch:
+    """Return the launch that attends runs of queries to some chunks of CHUNK keys; q and the cache as for `attend`.
+
+    plan  with the chunks; the blocks of others are not read
+    """
+    call = _short_call(q, q, cache, step, spec, None, tiles, is_in_order)
+    return _attend_chunks(call, plan, 0, found.partial, found.log_sums)
+
+
+def merge_some_chunks_launch(
+    out: Tensor,
+    found: SomeChunks,
+    starts: Tensor,
+    cache: KvCache,
+    step: DeviceAttentionMetadata,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    tiles: Tiles,
+    is_in_order: bool = False,
+) -> Launch:
+    """Return the launch that merges all chunks of runs of queries into `out` [T, H, D], contiguous, in the order of keys.
+
+    starts  [tiles + 1] i32: the first item of each run
+    """
+    call = _short_call(out, out, cache, step, spec, sinks, tiles, is_in_order)
+    return _merge_items(call, ChunkPlan(starts, starts), found.partial, found.log_sums)
+
+
+def _short_call(
+    out: Tensor,
+    q: Tensor,
+    cache: KvCache,
+    step: DeviceAttentionMetadata,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    tiles: Tiles,
+    is_in_order: bool,
+) -> _Call:
+    _, group, dim, _ = _Heads.of(spec)
+    kinds = dim, q.dtype, cache.k.dtype
+    tile = in_order_attention_tile(*kinds) if is_in_order else short_attention_tile(dim, group, *kinds[1:])
+    rows = power_of_two(tiles.num_queries * group, tile.rows)
+    return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order)
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
@@ -288,6 +351,7 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
         "log_sums_ptr": log_sums,
         "starts_ptr": plan.starts,
         "tiles_ptr": plan.tiles,
+        "chunks_ptr": plan.chunks,
         "num_tiles": call.tiles.num_tiles,
     }
     constants = {**_key_constants(call), "MOST": most}

@@ -94,6 +94,7 @@ def attend_chunks(
     log_sums_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
+    chunks_ptr: tl.tensor,
     tile_sequences_ptr: tl.tensor,
     tile_offsets_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
@@ -125,6 +126,8 @@ def attend_chunks(
     """Attend items program_id(0), program_id(0) + num_programs(0) and so on for head program_id(1).
 
     partial   [items, NUM_KV_HEADS, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; the rest as for attend_runs
+    chunks    [items] i32: the chunk of each item, where a rank has some of them; None: those of a tile one after the other. One
+              past the end of the keys is written as a result without any key
     """
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
@@ -142,7 +145,10 @@ def attend_chunks(
             tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
         )
         size = _chunk_size(first_key, end, CHUNK, MOST)
-        chunk = first_key // size + item - tl.load(starts_ptr + tile)
+        if chunks_ptr is None:
+            chunk = first_key // size + item - tl.load(starts_ptr + tile)
+        else:
+            chunk = tl.load(chunks_ptr + item)
         low = tl.maximum(first_key // BLOCK_N * BLOCK_N, chunk * size)
         high = tl.minimum(end, (chunk + 1) * size)
         is_row = (queries < QUERIES) & (queries < left)
@@ -159,6 +165,7 @@ def attend_chunks(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
             HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            MOST == 0,
         )  # fmt: skip
         parts = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP) + rows
         tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -42,10 +42,29 @@ class Tiles(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """Chunks of the keys of tiles, as split_kernels.plan_chunks writes them: starts [tiles + 1] i32, tiles [items] i32."""
+    """Chunks of the keys of tiles, as split_kernels.plan_chunks writes them: starts [tiles + 1] i32, tiles [items] i32.
+
+    chunks  [items] i32: which ones they are, where a rank has some of them; None: all, in order
+    """
 
     starts: Tensor
     tiles: Tensor
+    chunks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Where the keys of a step's sequences are, of which several ranks have some chunks.
+
+    tables  [S, max_blocks] i32, of all ranks' blocks: those of rank r begin at r * blocks_per_rank
+    firsts  [S] i64: the rank of each sequence's first chunk; the next ones are on the next ranks in turn
+    plans   whatever layers with the same attention share, by its kind
+    """
+
+    tables: Tensor
+    firsts: Tensor
+    blocks_per_rank: int
+    plans: dict[Hashable, object] = field(default_factory=dict)
 
 
 class TileLists(NamedTuple):
@@ -143,6 +162,10 @@ class DeviceAttentionMetadata:
     library          computes attention of this step instead of our kernels; None: our kernels do
     states           rows of recurrent states; None: the model has none, or all sequences start and nothing is kept
     lora             the tokens that have adapters; None: there are none
+    shared_keys      where keys are that several ranks share; slots and block_tables are then this rank's, of its own blocks. None:
+                     all keys are here
+    exchange         gets a cache after this rank has stored its tokens there, and stores those of other ranks; None: there are
+                     none
     window           the same for layers of the window group, with its slots and block tables; None: there is no such group
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     """
@@ -161,6 +184,8 @@ class DeviceAttentionMetadata:
     library: AttentionLibrary | None = None
     states: DeviceStateRows | None = None
     lora: AddsAdapters | None = None
+    shared_keys: SharedKeys | None = None
+    exchange: Callable[[Sequence[Tensor | None]], None] | None = None
     window: DeviceAttentionMetadata | None = None
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)

@@ -28,7 +28,6 @@ def test_what_no_native_kernel_runs_is_refused_by_name(tiny_model):
     scaled = replace(attention, query_scaling=QueryScaling(0.1, 8), rope=RopeSpec(4, 1e4, "dynamic", original_max=8))
     mixture = MoeSpec(4, 2, MlpSpec(16, "xielu"))
     for changed, reason in (
-        (replace(layer, is_parallel=True, mlp=replace(mixture, expert=MlpSpec(16, "silu"))), "in parallel to attention"),
         (replace(layer, mlp=mixture), "xielu in a mixture"),
         (replace(layer, attention=scaled), "scaled by position"),
         (replace(layer, laurel=LaurelSpec(4, spec.final_norm)), "a low-rank residual"),

@@ -1,0 +1,319 @@
+"""Attention over keys that lie on several GPU ranks (decode context parallelism).
+
+Chunks of CHUNK keys of a sequence are on the ranks in turn. For a few queries of a sequence every rank attends with the heads of
+all ranks to its own chunks, the results are gathered, and all are merged in the order of the keys. For runs of prompts the keys
+are gathered instead, which are fewer bytes where there are many queries. Both give the bits that one rank gives with
+`is_in_order`, which attends in chunks at the same positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.triton.attention import (
+    KvCache,
+    SomeChunks,
+    attend_launches,
+    attend_some_chunks_launch,
+    merge_some_chunks_launch,
+    partial_shape,
+    tile_queries,
+)
+from quire.kernels.triton.launching import run_all
+from quire.kernels.triton.qk_rope_store import Projections
+from quire.kernels.triton.step import ChunkPlan, DeviceAttentionMetadata, SharedKeys, Tiles, list_tiles, send_together
+from quire.kernels.triton.tiles import CHUNK
+from quire.model.device_collectives import Collectives, gather, gather_columns
+from quire.parallel.shards import HeadRange
+
+_GATHERED_BYTES = 64 << 20
+"""Of results of chunks that are gathered at once, unless one run of queries has more."""
+
+GATHERED_TOKENS = 16384
+"""Of sequences whose keys are gathered at once, unless one sequence has more."""
+
+_Item = TypeVar("_Item")
+
+
+class _ChunkRound(NamedTuple):
+    """Runs of a few queries each, whose results are gathered at once.
+
+    own     this rank's chunks, as many for each run as any rank may have
+    starts  [tiles + 1] i32 of all ranks' chunks; owners, places [items] i64: the rank of each, and its place among its chunks
+    """
+
+    tiles: Tiles
+    own: ChunkPlan
+    starts: Tensor
+    owners: Tensor
+    places: Tensor
+
+
+class _KeyRound(NamedTuple):
+    """Runs of prompts, whose sequences' keys are gathered at once.
+
+    blocks  [N] i64 of this rank, as many for each sequence as any rank may have; tables [S, max_blocks] i32 of the gathered ones
+    """
+
+    tiles: Tiles
+    blocks: Tensor
+    tables: Tensor
+
+
+class _Plan(NamedTuple):
+    """How the runs of a step are attended to; short_tokens: [N] i64, the rows of those with few queries, None: all."""
+
+    chunks: list[_ChunkRound]
+    keys: list[_KeyRound]
+    short_tokens: Tensor | None
+
+
+class ContextRanks:
+    """The ranks that share the tokens of sequences, as one of them sees them. All make the same calls in the same order.
+
+    communicator  of these ranks, on the model's device
+    place         of this rank among them
+    """
+
+    def __init__(self, communicator: Collectives, place: int) -> None:
+        self.communicator, self.place, self.size = communicator, place, communicator.size
+
+    def localize(self, step: DeviceAttentionMetadata, blocks_per_rank: int, block_size: int) -> DeviceAttentionMetadata:
+        """Return a step with slots and block tables of this rank's blocks; what is on other ranks has slot -1."""
+        if step.num_drafts is not None or step.host_context_lens is None:
+            raise InvariantError("keys on several ranks need steps without trees, whose lengths are known on the host")
+        tables, first = step.block_tables, self.place * blocks_per_rank
+        shared = SharedKeys(tables, (tables[:, 0] // blocks_per_rank).long(), blocks_per_rank)
+        own = (tables - first).clamp_(0, blocks_per_rank - 1)
+        slots = step.slots - first * block_size
+        slots = torch.where((slots >= 0) & (slots < blocks_per_rank * block_size), slots, -1)
+        return replace(step, slots=slots, block_tables=own, shared_keys=shared)
+
+    def own_blocks(self, blocks: Tensor, blocks_per_rank: int) -> Tensor:
+        """Return blocks [N] i64 to copy as this rank counts them; those of others become the spare one behind its own."""
+        own = blocks - self.place * blocks_per_rank
+        return torch.where((own >= 0) & (own < blocks_per_rank), own, blocks_per_rank)
+
+
+class LayerContext:
+    """Attention of one layer over keys that lie on several ranks.
+
+    spec   attention with the heads of this rank
+    heads  of each of the ranks; own: of this one
+    """
+
+    def __init__(self, ranks: ContextRanks, spec: AttentionSpec, heads: Sequence[HeadRange]) -> None:
+        self._ranks, self._own, self._heads = ranks, spec, heads
+        own, first = heads[ranks.place], heads[0]
+        self._columns = slice(own.heads.start - first.heads.start, own.heads.stop - first.heads.start)
+        kv_first = own.kv_heads.start - first.kv_heads.start
+        self._kv_heads = slice(kv_first, kv_first + own.kv_heads.size)
+        num_heads = sum(each.heads.size for each in heads)
+        num_kv_heads = heads[-1].kv_heads.stop - first.kv_heads.start
+        self._all = replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        self._sinks: Tensor | None = None
+
+    def gather_heads(self, own: Projections) -> Projections:
+        """Return q, k and v of the heads of all ranks, given those of this rank's."""
+        dim = own.q.shape[2]
+        sizes = [(each.heads.size * dim, *[each.kv_heads.size * dim] * 2) for each in self._heads]
+        joined = torch.cat([part.flatten(1) for part in own], 1)
+        parts = gather_columns(self._ranks.communicator, joined, [sum(each) for each in sizes])
+        columns = parts.split([size for each in sizes for size in each], 1)
+        # Key and value heads that several ranks have are taken from the first.
+        kept = [i for i, each in enumerate(self._heads) if i == 0 or each.kv_heads.start >= self._heads[i - 1].kv_heads.stop]
+        q = torch.cat(columns[::3], 1)
+        k, v = (torch.cat([columns[3 * i + side] for i in kept], 1) for side in (1, 2))
+        return Projections(*(part.unflatten(1, (-1, dim)) for part in (q, k, v)))
+
+    def gather_queries(self, q: Tensor) -> Tensor:
+        """Return the queries [T, H, D] of all ranks, given those of this rank's heads."""
+        sizes = [each.heads.size * q.shape[2] for each in self._heads]
+        return gather_columns(self._ranks.communicator, q.flatten(1), sizes).unflatten(1, (-1, q.shape[2]))
+
+    def attend(
+        self, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, sinks: Tensor | None, is_in_order: bool
+    ) -> Tensor:
+        """Return what this rank's heads give [T, H, D]; q [T, all H, D] of all ranks, the rest as for attention.attend."""
+        shared = step.shared_keys
+        if shared is None:
+            raise InvariantError("a step of keys on several ranks does not say where they are")
+        key = self._all, self._own, q.dtype, cache.k.dtype, is_in_order
+        plan = shared.plans.get(key)
+        if not isinstance(plan, _Plan):
+            plan = shared.plans[key] = self._plan(step, shared, q, cache, is_in_order)
+        merged = self._attend_chunks(q, cache, step, plan.chunks, sinks, is_in_order) if plan.chunks else None
+        if not plan.keys and merged is not None:
+            return merged[:, self._columns]
+        out = q.new_empty(len(q), self._own.num_heads, partial_shape(self._own, 1)[2])
+        for part in plan.keys:
+            there = replace(step, block_tables=part.tables, shared_keys=None, plans={}, _tiles={})
+            kinds = q.dtype, cache.k.dtype
+            there.place_tiles(*tile_queries(self._own, *kinds, is_in_order), Tiles(None, None, 0, 1), part.tiles)
+            keys = self._gather_keys(cache, part.blocks)
+            run_all(attend_launches(out, q[:, self._columns], keys, there, self._own, sinks, is_in_order))
+        if merged is not None and plan.short_tokens is not None:
+            out[plan.short_tokens] = merged[plan.short_tokens, self._columns]
+        return out
+
+    def _attend_chunks(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        step: DeviceAttentionMetadata,
+        rounds: Sequence[_ChunkRound],
+        sinks: Tensor | None,
+        is_in_order: bool,
+    ) -> Tensor:
+        """Return the results of all ranks' heads [T, all H, D], in the rows of the runs."""
+        if sinks is not None and self._sinks is None:
+            sizes = [each.heads.size for each in self._heads]
+            self._sinks = gather_columns(self._ranks.communicator, sinks[None], sizes)[0]
+        spec = self._all
+        out = q.new_empty(*q.shape[:2], partial_shape(spec, 1)[2])
+        for part in rounds:
+            shape = len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)
+            num_rows, num_results = shape[0] * shape[1] * shape[2], shape[0] * shape[1] * shape[2] * shape[3]
+            sent = torch.empty(num_results + num_rows, dtype=torch.float32, device=q.device)
+            own = SomeChunks(sent[:num_results].view(shape), sent[num_results:].view(shape[:3]))
+            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own, is_in_order).run()
+            found = gather(self._ranks.communicator, sent)
+            partial = found[:, :num_results].unflatten(1, shape)[part.owners, part.places]
+            log_sums = found[:, num_results:].unflatten(1, shape[:3])[part.owners, part.places]
+            results, chosen = SomeChunks(partial, log_sums), (None if sinks is None else self._sinks)
+            merge_some_chunks_launch(out, results, part.starts, cache, step, spec, chosen, part.tiles, is_in_order).run()
+        return out
+
+    def _gather_keys(self, cache: KvCache, blocks: Tensor) -> KvCache:
+        """Return this rank's key and value heads of the blocks of all ranks."""
+
+        def taken(part: Tensor | None) -> Tensor | None:
+            if part is None:
+                return None
+            seen = part.view(torch.uint8) if part.itemsize == 1 else part  # not every operation knows float8
+            found = gather(self._ranks.communicator, seen.index_select(0, blocks)).flatten(0, 1)
+            return found[:, self._kv_heads].contiguous().view(part.dtype)
+
+        k, k_scales = taken(cache.k), taken(cache.k_scales)
+        assert k is not None
+        if cache.v is cache.k:
+            return KvCache(k, k, k_scales, k_scales)
+        v = taken(cache.v)
+        assert v is not None
+        return KvCache(k, v, k_scales, taken(cache.v_scales))
+
+    def _plan(
+        self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool
+    ) -> _Plan:
+        counts, lengths = step.query_counts, step.host_context_lens
+        assert counts is not None
+        assert lengths is not None
+        kinds = q.dtype, cache.k.dtype
+        _, num_short = tile_queries(self._all, *kinds, is_in_order)
+        num_queries, _ = tile_queries(self._own, *kinds, is_in_order)
+        lists = list_tiles(counts, num_queries, num_short, lengths)
+        short = [index for index, _ in lists.short]
+        spans = {index: self._span(counts[index], lengths[index], lists.longest_short) for index in short}
+        size = self._ranks.size
+        num_bytes = 4 * size * int(np.prod(partial_shape(self._all, lists.longest_short)))
+        chunks = [
+            self._chunk_round(part, [spans[index] for index in part], lists.longest_short, shared)
+            for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, _GATHERED_BYTES)
+        ]
+        long = sorted({index for index, _ in lists.long})
+        keys = [
+            self._key_round([tile for tile in lists.long if tile[0] in part], part, lengths, num_queries, shared, cache)
+            for part in _rounds(long, lambda index: lengths[index], GATHERED_TOKENS)
+        ]
+        if not long:
+            return _Plan(chunks, keys, None)
+        starts = np.cumsum((0, *counts))
+        rows = [row for index in short for row in range(starts[index], starts[index + 1])]
+        (tokens,) = send_together([torch.tensor(rows, dtype=torch.int64)], q.device)
+        return _Plan(chunks, keys, tokens)
+
+    def _span(self, count: int, length: int, num_queries: int) -> range:
+        """Return the chunks that a sequence of `length` tokens, the last `count` of them queries, attends to."""
+        window, place = self._all.window, length - count
+        first_key = 0 if window is None else max(0, place - window + 1)
+        return range(first_key // CHUNK, -(-min(place + num_queries, length) // CHUNK))
+
+    def _chunk_round(
+        self, sequences: Sequence[int], spans: Sequence[range], num_queries: int, shared: SharedKeys
+    ) -> _ChunkRound:
+        size, place = self._ranks.size, self._ranks.place
+        counts = np.array([len(span) for span in spans])
+        (own_tiles, own_numbers, own_starts), (tiles, numbers, starts) = _listed(-(-counts // size)), _listed(counts)
+        columns = np.array(sequences), np.zeros(len(spans), np.int64), own_starts, own_tiles, starts
+        wide = own_numbers, tiles, numbers, np.array([span.start for span in spans])
+        sent = [torch.tensor(each, dtype=torch.int32) for each in columns] + [torch.tensor(each) for each in wide]
+        there, offsets, own_first, own_there, starts, own_numbers, tiles, numbers, lows = send_together(
+            sent, shared.tables.device
+        )
+        firsts = shared.firsts[there.long()] + lows  # the ranks of the first chunks
+        own_long = own_there.long()
+        own_chunks = lows[own_long] + (place - firsts[own_long]) % size + own_numbers * size
+        owners, places = (firsts[tiles] + numbers) % size, own_first.long()[tiles] + numbers // size
+        own = ChunkPlan(own_first, own_there, own_chunks.to(torch.int32))
+        return _ChunkRound(Tiles(there, offsets, len(spans), num_queries), own, starts, owners, places)
+
+    def _key_round(
+        self,
+        runs: Sequence[tuple[int, int]],
+        sequences: Sequence[int],
+        lengths: Sequence[int],
+        num_queries: int,
+        shared: SharedKeys,
+        cache: KvCache,
+    ) -> _KeyRound:
+        size, place, block_size = self._ranks.size, self._ranks.place, cache.k.shape[2]
+        per_chunk = CHUNK // block_size
+        counts = np.array([-(-lengths[index] // (CHUNK * size)) for index in sequences])  # chunks of each on a rank
+        owned, numbers, starts = _listed(counts)
+        bases = np.zeros(len(shared.firsts), np.int64)
+        bases[list(sequences)] = starts[:-1]
+        columns = [torch.tensor([run[side] for run in runs], dtype=torch.int32) for side in (0, 1)]
+        wide = [torch.tensor(each) for each in (np.array(sequences)[owned], numbers, bases)]
+        there, offsets, owned, numbers, bases = send_together([*columns, *wide], shared.tables.device)
+        chunks = (place - shared.firsts[owned]) % size + numbers * size
+        inside = torch.arange(per_chunk, device=chunks.device)
+        entries = (chunks[:, None] * per_chunk + inside).flatten().clamp_(max=shared.tables.shape[1] - 1)
+        blocks = shared.tables[owned.repeat_interleave(per_chunk), entries].long() - place * shared.blocks_per_rank
+        blocks.clamp_(0, shared.blocks_per_rank - 1)  # past the end of a sequence
+        most = -(-max(lengths[index] for index in sequences) // block_size)
+        index = torch.arange(most, device=chunks.device)
+        chunk = index // per_chunk
+        owners = (shared.firsts[:, None] + chunk) % size
+        tables = (owners * int(starts[-1]) + bases[:, None] + chunk // size) * per_chunk + index % per_chunk
+        return _KeyRound(Tiles(there, offsets, len(runs), num_queries), blocks, tables.to(torch.int32))
+
+
+def _listed(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for so many items of each tile one after the other, the tile of each item, its number in the tile, and the first
+    item of each tile, and the end."""
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    tiles = np.repeat(np.arange(len(counts)), counts)
+    return tiles, np.arange(starts[-1]) - starts[tiles], starts
+
+
+def _rounds(items: Sequence[_Item], size_of: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:
+    """Yield items in rounds whose sizes add up to at most the limit, at least one in each."""
+    found: list[_Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if found and total + size > limit:
+            yield found
+            found, total = [], 0
+        found.append(item)
+        total += size
+    if found:
+        yield found

@@ -1,0 +1,85 @@
+"""Keys on several GPU ranks, and prompts divided among ranks, interpreted, over gloo: the bits of one rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.kernels.reference.attention import AttentionMetadata
+from quire.kernels.triton import attention
+from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kv.device_pool import DeviceKvPool
+from quire.model import device_context
+from quire.model.device_decoder import DeviceDecoder
+from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
+
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),
+    pytest.mark.usefixtures("few_programs"),
+]
+
+BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 16
+FIRSTS = (1, 0)  # the ranks of the sequences' first chunks
+RUNS = [(40, 3), (1, 29), (26, 2)]  # new tokens of both sequences in each step
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    one_launch_at_a_time(monkeypatch)
+    monkeypatch.setattr(attention, "CHUNK", CHUNK)
+    monkeypatch.setattr(device_context, "CHUNK", CHUNK)
+
+
+def tables_of(size):
+    """Return block tables whose chunks are on the ranks in turn."""
+    taken, tables = [0] * size, torch.zeros(len(FIRSTS), 96 // BLOCK, dtype=torch.int64)
+    for sequence, first in enumerate(FIRSTS):
+        for index in range(tables.shape[1]):
+            rank = (first + index * BLOCK // CHUNK) % size
+            tables[sequence, index] = rank * BLOCKS_PER_RANK + taken[rank]
+            taken[rank] += 1
+    return tables
+
+
+def logits_of(decoder, pool, device, size):
+    """Return the logits of prompts in chunks, with and beside sequences that have few tokens."""
+    tables, lengths, found = tables_of(size), [0, 0], []
+    for counts in RUNS:
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        runs = [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+        slots = [table[run // BLOCK] * BLOCK + run % BLOCK for table, run in zip(tables, runs, strict=True)]
+        positions = torch.cat(runs)
+        step = AttentionMetadata(torch.cat(slots), [0, counts[0], sum(counts)], lengths, tables)
+        ids = (positions * 7 + torch.arange(len(positions)) * 3) % 61
+        step = DeviceAttentionMetadata.of(step, device)
+        found.append(decoder.logits(decoder.forward(ids.to(device), positions.to(device), step, pool)))
+    return found
+
+
+def on_one(spec, device, size, dtype, is_in_order):
+    decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order)
+    return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device), device, size)
+
+
+QUICK = ("qwen3", "latent")
+
+
+@pytest.mark.parametrize("is_in_order", [True, False], ids=["deterministic", "usual"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "gpt-oss", "olmo", "latent", "late"])
+def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, device):
+    spec = spec_of(name)
+    spec = replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
+    expected = on_one(spec, device, size, dtype, is_in_order)
+    ranks = DeviceRankThreads(
+        spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size
+    )
+    pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
+    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size)):
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
+    ranks.close()
