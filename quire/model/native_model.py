@@ -67,12 +67,9 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
-    if any(layer.attention.shared_kv is not None for layer in spec.layers):
-        return "compressed keys and values"
-    if any(layer.attention.block_indexer is not None for layer in spec.layers):
-        return "an indexer of blocks of keys"
-    if not all(layer.attention.has_plain_values for layer in spec.layers):
-        return "values that are smaller than keys, or scaled"
+    for layer in spec.layers:
+        if layer.attention.torch_only is not None:
+            return layer.attention.torch_only
     if any(layer.has_clamped_mlp for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
