@@ -223,6 +223,15 @@ class AttentionSpec:
         """Whether values are as large as keys, and stored as they are projected."""
         return self.value_size == self.head_dim and self.v_scale == 1.0
 
+    @property
+    def torch_only(self) -> str | None:
+        """What no kernel but those of torch has; None: nothing."""
+        if self.shared_kv is not None:
+            return "compressed keys and values"
+        if self.block_indexer is not None:
+            return "an indexer of blocks of keys"
+        return None if self.has_plain_values else "values that are smaller than keys, or scaled"
+
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
 """Of layers without attention: no heads, and no KV."""
@@ -529,9 +538,8 @@ class ModelSpec:
         """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
         if self.has_recurrent_state:
             return "a recurrent state"
-        if any(layer.attention.block_indexer is not None for layer in self.layers):
-            return "an indexer of blocks of keys"
-        return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
+        attentions = (layer.attention for layer in self.layers)
+        return next((one.torch_only for one in attentions if one.shared_kv is not None or one.block_indexer is not None), None)
 
     @property
     def is_causal(self) -> bool:

@@ -41,7 +41,7 @@ from quire.speculate.memory import StepLimits
 from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
-from quire.worker.device.expert_loading import device_mover, moving_bytes
+from quire.worker.device.expert_loading import device_mover
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
@@ -60,6 +60,7 @@ from quire.worker.device.memory import (
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
+    moving_bytes,
     offload_plan,
     plan_device_memory,
     rank_device,
@@ -69,7 +70,7 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import placements_of, warn_lossy
+from quire.worker.expert_parallel import warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, start_workers
@@ -124,17 +125,16 @@ def build_device_runner(
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None
+    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
     if built.adapters is not None:
-        leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
         holder = built.adapters if leader is None else GroupAdapters(leader)
         adapters = DecoderAdapters(config, report, holder, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
-    if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
-        return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
-    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) and config.enable_eplb else None
-    rebalance = None if leader is None else leader.rebalance_experts
+    rebalance = None if leader is None or not config.enable_eplb else leader.rebalance_experts
+    if leader is not None and config.pipeline_parallel_size > 1:
+        return PipelinedStepDriver(leader, speculator, drafting, mover, adapters, mark_step, processor, rebalance), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover, rebalance)
     return driver, report
 
@@ -185,9 +185,8 @@ def _start_ranks(
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
-        placements = placements_of(told.expert_ranks, report.spec)
-        if placements is not None and group.stage is None:
-            built.executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+        if group.placements is not None:
+            built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -240,7 +239,8 @@ def build_rank(
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
         ranks, kv = None if group is None else group.ranks, report.memory.kv
-        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, moving_bytes(config, report))
+        num_moving = moving_bytes(config, report.spec, report.parameters)
+        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
         _give_memory(config, report, plan, own, device, group, slab)
@@ -251,7 +251,7 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group.host)
+    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group)
     return BuiltRank(stepper, drafter, plan, adapters, mover)
 
 
@@ -272,7 +272,7 @@ def _load_decoder(
     kv = report.memory.kv
     is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
     logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
-    if counts_experts(config) and stage is None:
+    if counts_experts(config):
         decoder.watch_experts(config.lossy_routing)
     return decoder
 
@@ -324,7 +324,7 @@ def _give_memory(
     slab: HostSlab | None,
 ) -> None:
     """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
-    pool = DeviceKvPool(report.memory.kv, plan.num_kv_blocks, device, plan.num_states, plan.num_window_blocks)
+    pool = DeviceKvPool(report.memory.kv, plan.num_local_blocks, device, plan.num_states, plan.num_window_blocks)
     own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
     if own.drafter is not None:
         own.drafter.give_pool(plan.num_kv_blocks)
@@ -400,7 +400,8 @@ def _compile_ahead(
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
+    has_homes = config.enable_dp_attention
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
     return Precompilation(order, parameters)
 
 
