@@ -27,6 +27,11 @@ _LINEARS = (
 _PROGRESS_DELAY_S = 3.0
 
 
+def is_in_end_layer(name: str, num_layers: int) -> bool:
+    """Return whether a parameter is in the first or last layer, whose weights may have another scheme."""
+    return name.startswith(("layers.0.", f"layers.{num_layers - 1}."))
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizationPolicy:
     """The scheme of every weight. Norms, biases, routers, position embeddings and kv_b of latent attention are not quantised.
@@ -61,10 +66,10 @@ class QuantizationPolicy:
             return wanted and fit_scheme(wanted, num_columns)
         if not module.startswith("layers."):
             return None
-        _, index, module = module.split(".", 2)
+        _, _, module = module.split(".", 2)
         if module not in _LINEARS:
             return None
-        is_end = self.has_int8_ends and module in _MLP and int(index) in (0, num_layers - 1)
+        is_end = self.has_int8_ends and module in _MLP and is_in_end_layer(name, num_layers)
         is_small = num_columns < self.min_columns
         if is_end or module in self.int8_linears or (is_small and module in self.small_int8):
             return fit_scheme(INT8, num_columns)
