@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.attention import (
     KvCache,
@@ -33,12 +34,6 @@ from quire.kernels.triton.step import ChunkPlan, DeviceAttentionMetadata, Shared
 from quire.kernels.triton.tiles import CHUNK
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
-
-_GATHERED_BYTES = 64 << 20
-"""Of results of chunks that are gathered at once, unless one run of queries has more."""
-
-GATHERED_TOKENS = 16384
-"""Of sequences whose keys are gathered at once, unless one sequence has more."""
 
 _Item = TypeVar("_Item")
 
@@ -226,7 +221,7 @@ class LayerContext:
         num_bytes = 4 * size * int(np.prod(partial_shape(self._all, lists.longest_short)))
         chunks = [
             self._chunk_round(part, [spans[index] for index in part], lists.longest_short, shared)
-            for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, _GATHERED_BYTES)
+            for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, GATHERED_BYTES)
         ]
         long = sorted({index for index, _ in lists.long})
         keys = [

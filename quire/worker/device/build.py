@@ -55,9 +55,11 @@ from quire.worker.device.memory import (
     Recordings,
     check_pinned,
     device_weight_bytes,
+    gathered_bytes,
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
+    num_spare_blocks,
     offload_plan,
     plan_device_memory,
     rank_device,
@@ -185,6 +187,8 @@ def _start_ranks(
         workers.kill()
         raise
     num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_kv_blocks
+    if config.prefill_context_parallel_size > 1:
+        logger.info("prompts divided  among %d groups of ranks", config.prefill_context_parallel_size)
     if config.tensor_parallel_size > 1:
         logger.info("tensor parallel  %d ranks, %d KV blocks on each", config.tensor_parallel_size, num_blocks)
     if num_stages > 1:
@@ -228,12 +232,13 @@ def build_rank(
         max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
+        rows = None if group is None else group.rows
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage, rows)
         logger.info(decoder.fusion)
         if counts_experts(config) and stage is None:
             decoder.watch_experts(config.lossy_routing)
-        kv = report.memory.kv
-        pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
+        kv, num_spare = report.memory.kv, num_spare_blocks(config)
+        pool = DeviceKvPool(kv, 1 + num_spare, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
@@ -259,7 +264,7 @@ def build_rank(
             least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
             plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
         states = plan.num_states, plan.num_state_checkpoints
-        num_blocks = plan.num_kv_blocks, plan.num_window_blocks
+        num_blocks = plan.num_local_blocks + num_spare, plan.num_window_blocks
         stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
@@ -279,8 +284,9 @@ def build_rank(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
-    return config.enforce_eager or config.cpu_offload_gb > 0
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and what
+    ranks exchange of keys on several of them has other sizes in each step."""
+    return config.enforce_eager or config.cpu_offload_gb > 0 or config.decode_context_parallel_size > 1
 
 
 def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
@@ -336,8 +342,8 @@ def _compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda":
-        return None
+    if device.type != "cuda" or config.decode_context_parallel_size > 1:
+        return None  # their layers are compiled in the largest step, before the engine is ready
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
@@ -382,6 +388,7 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     held += own.moving_bytes
-    usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv, own.page_shares))
+    held += tier_staging_bytes(config, kv, own.page_shares) + gathered_bytes(config, kv, own.sizes.max_model_len)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + held)
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

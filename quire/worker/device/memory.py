@@ -15,7 +15,7 @@ from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
-from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
+from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS, MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.kv.tiers.host_slab import staged_pages
 from quire.model.checkpoint import distinct_shapes
@@ -33,7 +33,15 @@ from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.device.stages import device_stages, place_of
 from quire.worker.expert_parallel import find_placements
 from quire.worker.lora import planned_adapter_bytes
-from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
+from quire.worker.memory import (
+    DEVICE_BLOCK_SIZE,
+    block_unit,
+    count_states,
+    divide_blocks,
+    given_blocks,
+    limits_windows,
+    max_num_batched_tokens,
+)
 from quire.worker.pipeline_plan import StageMemory
 from quire.worker.pipeline_stage import StagePlace
 
@@ -42,9 +50,6 @@ HOW_TO_SAVE = (
     "or take a smaller model or dtype"
 )
 """What helps when the memory of a device ends."""
-
-_BLOCK_SIZE = 64
-"""Tokens in a KV block where nobody says: a multiple of what attention takes at once."""
 
 _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
@@ -272,20 +277,20 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, own, ranks = None, shapes, list[tuple[StagePlace, ModelSpec]]()
+    place, own, cached, ranks = None, shapes, spec, list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
         stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
         places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
         ranks = [(each, _part_of(config, spec, shapes, each)[1]) for each in places]
         place = places[rank]
-        own, spec = _part_of(config, spec, shapes, place)
+        own, spec, cached = _part_of(config, spec, shapes, place)
         num_weight_bytes = num_weight_bytes * _count(own) // _count(shapes)
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     kv = KvSpec.on_device(
-        spec,
-        config.block_size or _BLOCK_SIZE,
+        cached,
+        config.block_size or DEVICE_BLOCK_SIZE,
         spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        limits_windows(config, spec, max_model_len),
+        limits_windows(config, spec, max_model_len) and config.prefill_context_parallel_size == 1,
     )
     if place is not None:
         kv, spec = kv.part(place.stage.start, place.stage.stop), place.stage.spec(spec)
@@ -307,7 +312,8 @@ def estimate_memory(
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks, kv)
-    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv, page_shares))
+    further = tier_staging_bytes(config, kv, page_shares) + gathered_bytes(config, kv, max_model_len)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + further)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
@@ -331,14 +337,17 @@ def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _part_of(
     config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], place: StagePlace
-) -> tuple[Mapping[str, tuple[int, ...]], ModelSpec]:
-    """Return the shapes of a rank's parameters, and the whole model with its part of each layer. Raises ConfigError."""
+) -> tuple[Mapping[str, tuple[int, ...]], ModelSpec, ModelSpec]:
+    """Return the shapes of a rank's parameters, and the whole model with its part of each layer, and with what its cache has of
+    each. Raises ConfigError."""
+    cached = spec
     is_tied = "lm_head.weight" not in shapes
     if place.num_tensor_ranks > 1:
         shares, placements = config.parallel.shares, find_placements(config, spec)
-        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, placements)
-        shapes, spec = shard.shapes(), shard.local_spec
-    return place.stage.select(shapes, is_tied), spec
+        context_size = config.decode_context_parallel_size
+        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, placements, context_size)
+        shapes, spec, cached = shard.shapes(), shard.local_spec, shard.cached_spec
+    return place.stage.select(shapes, is_tied), spec, cached
 
 
 def device_stage_memories(config: EngineConfig, device: torch.device, report: ModelReport) -> list[StageMemory]:
@@ -357,6 +366,12 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
         for place, plan in zip(places, plans, strict=True)
     ]
     return [*found[len(shares) :], *found[: len(shares)]]
+
+
+def num_spare_blocks(config: EngineConfig) -> int:
+    """Return how many blocks a pool has behind its own: where ranks share the tokens of sequences, one that copies of other
+    ranks' blocks read and write."""
+    return 1 if config.decode_context_parallel_size > 1 else 0
 
 
 def check_pinned(memory: MemoryPlan) -> None:
@@ -378,6 +393,17 @@ def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[i
         return 0
     num_pages = config.host_tier_bytes // (sum(page_shares) or kv.bytes_per_block)
     return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
+
+
+def gathered_bytes(config: EngineConfig, kv: KvSpec, max_model_len: int) -> int:
+    """Return the bytes in which keys of a layer, and results of attention, are gathered where ranks share the tokens of
+    sequences; 0 where they do not."""
+    if config.decode_context_parallel_size == 1:
+        return 0
+    widths = [heads * dim for heads, dim in kv.layer_shapes]
+    layer_bytes = kv.bytes_per_block * max(widths) // max(1, sum(widths))
+    num_blocks = -(-max(GATHERED_TOKENS, max_model_len) // kv.block_size)
+    return 2 * GATHERED_BYTES + 3 * num_blocks * layer_bytes  # own ones, those of all ranks, and this rank's heads of these
 
 
 def offload_plan(
@@ -429,16 +455,21 @@ def plan_device_memory(
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
     num_states, num_checkpoints = count_states(config, kv)
     state_bytes = num_states * kv.bytes_per_state
-    room = available - usage.weight_bytes - usage.activation_bytes - state_bytes
-    all_bytes = kv.pool_bytes(1, 1)  # of a block of each group
+    all_bytes, size = kv.pool_bytes(1, 1), config.decode_context_parallel_size  # of a block of each group
+    spare_bytes = num_spare_blocks(config) * all_bytes
+    room = available - usage.weight_bytes - usage.activation_bytes - state_bytes - spare_bytes
     given = given_blocks(config, kv, max(1, all_bytes))
+    if given is not None and config.num_kv_blocks is None:
+        given *= size
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
     wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
+    unit = block_unit(config, kv.block_size)
     block_bytes = max(1, all_bytes + draft_block_bytes)  # 0 without attention
-    num_blocks = min(wanted, room // block_bytes) if given is None else given
-    plan = MemoryPlan(
-        available, usage.weight_bytes, usage.activation_bytes, kv, num_blocks, max_model_len, num_states, num_checkpoints
-    )
+    num_blocks = min(-(-wanted // unit) * unit, room // block_bytes * size) if given is None else given
+    num_blocks = num_blocks // unit * unit
+    used = usage.weight_bytes, usage.activation_bytes + spare_bytes
+    states = num_states, num_checkpoints
+    plan = MemoryPlan(available, *used, kv, num_blocks, max_model_len, *states, num_block_places=size)
     if num_blocks >= 1 and kv.window_tokens is not None:
         plan = divide_blocks(config, plan, num_batched_tokens, draft_block_bytes, has_own_memory)
     if num_blocks < 1 or plan.kv_bytes + plan.num_kv_blocks * draft_block_bytes > room:

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
+from quire.contracts import memory as contracts_memory
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
@@ -12,9 +14,14 @@ from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model import device_context
 from quire.model.device_decoder import DeviceDecoder
+from quire.worker import context_parallel, parallel_launch
+from quire.worker import memory as worker_memory
 from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
+from tests.thread_workers import ThreadWorkers
+from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
+from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),
@@ -83,3 +90,46 @@ def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dt
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
     ranks.close()
+
+
+# Engines
+
+DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Let workers be threads, and chunks small, also for the scheduler."""
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    for module in (contracts_memory, worker_memory, context_parallel):
+        monkeypatch.setattr(module, "CONTEXT_CHUNK_TOKENS", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("context") / "qwen3", "qwen3", num_hidden_layers=1)
+
+
+PROMPTS = [list(range(9, 55)), [5, 9, 31], list(range(9, 41)) + [7]]
+
+
+def engine(folder, **options):
+    defaults = {"deterministic": True, "num_kv_blocks": 16, "max_num_seqs": 2, "max_num_batched_tokens": 40}
+    return LLM(str(folder), **(OPTIONS | defaults | options))
+
+
+def params_of(max_tokens):
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, **COMMON)
+    sampled = SamplingParams(temperature=0.9, logprobs=2, prompt_logprobs=1, max_tokens=max_tokens, **COMMON)
+    return [greedy, sampled, greedy]
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, DCP: 2}])
+def test_outputs_are_those_of_one_rank_with_cached_prefixes_and_chunked_prompts(qwen, threads, layout):
+    found = []
+    for options in ({}, layout):
+        llm = engine(qwen, **options)
+        found.append([outputs_of(llm, PROMPTS, params_of(3))])
+        assert llm.llm_engine.scheduler.prefix_cache_hits > 0
+        llm.close()
+    assert found[0] == found[1]
