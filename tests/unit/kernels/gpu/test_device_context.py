@@ -12,11 +12,14 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model import device_context
+from quire.model import device_context, device_rows
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_rows import RowRanks, divide_runs
+from quire.parallel.communicator import CountingCommunicator
 from quire.worker import context_parallel, parallel_launch
 from quire.worker import memory as worker_memory
-from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
+from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
+from tests.ranks import run_threads
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -71,25 +74,71 @@ def on_one(spec, device, size, dtype, is_in_order):
     return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device), device, size)
 
 
-QUICK = ("qwen3", "latent")
+def check(expected, found, is_in_order):
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("is_in_order", [True, False], ids=["deterministic", "usual"])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3", "gemma", "gpt-oss", "olmo", "latent", "late"])
-def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, device):
+def short(name):
+    """Return a model of one layer, or of two, the first of which has a window."""
     spec = spec_of(name)
-    spec = replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
+    return replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
+
+
+CASES = [("latent", 2, "float32", True), ("gpt-oss", 3, "float32", True), ("gemma", 2, "float32", False),
+         ("qwen3", 2, "fp8", True), ("olmo", 3, "int8", False), ("late", 2, "float32", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "is_in_order"),
+    [("qwen3", 2, "float32", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, device):
+    spec = short(name)
     expected = on_one(spec, device, size, dtype, is_in_order)
-    ranks = DeviceRankThreads(
-        spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size
-    )
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
     pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
     for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size)):
-        for a, b in zip(expected, found, strict=True):
-            assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
+        check(expected, found, is_in_order)
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "is_in_order"),
+    [
+        ("qwen3", 2, "float32", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[0] in ("latent", "gpt-oss", "olmo")),
+    ],
+)
+def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, device, monkeypatch):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    spec = short(name)
+    expected = on_one(spec, device, size, dtype, is_in_order)
+    communicators = [CountingCommunicator(each) for each in gloo_communicators(size)]
+
+    def run(rank):
+        rows = RowRanks(communicators[rank], rank)
+        decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order, rows=rows)
+        pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+        return logits_of(decoder, pool, device, size)
+
+    for found in run_threads(size, run, timeout_s=300):
+        check(expected, found, is_in_order)
+    per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype == "int8" else 1) + 1
+    assert communicators[0].counts["all_gather"].num_calls == 3 * per_step
+    for each in communicators:
+        each.close()
+
+
+def test_runs_are_divided_evenly_and_every_token_once():
+    for size in (2, 3, 8):
+        counts = (1, 200, 7, 64, 300, 1, 30)
+        pieces = divide_runs(counts, size)
+        tokens = sorted((piece.sequence, token) for own in pieces for piece in own for token in range(*piece[1:]))
+        assert tokens == [(sequence, token) for sequence, count in enumerate(counts) for token in range(count)]
+        keys = [sum(piece.last**2 - piece.first**2 for piece in own if counts[piece.sequence] >= 64) for own in pieces]
+        assert max(keys) <= 1.05 * sum(keys) / size
+    assert divide_runs((63, 1), 2) is None
 
 
 # Engines
