@@ -173,12 +173,26 @@ def params_of(max_tokens):
     return [greedy, sampled, greedy]
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, DCP: 2}])
-def test_outputs_are_those_of_one_rank_with_cached_prefixes_and_chunked_prompts(qwen, threads, layout):
-    found = []
-    for options in ({}, layout):
-        llm = engine(qwen, **options)
-        found.append([outputs_of(llm, PROMPTS, params_of(3))])
+LAYOUTS = {
+    "tokens-2": {"tensor_parallel_size": 2, DCP: 2},
+    "tokens-3": {"tensor_parallel_size": 3, DCP: 3},
+    "tokens-2-of-4": {"tensor_parallel_size": 4, DCP: 2},
+    "rows-2": {PCP: 2},
+    "rows-2-of-2": {PCP: 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+def test_outputs_are_those_of_one_rank_with_cached_prefixes_and_chunked_prompts(qwen, threads, monkeypatch):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    expected = None
+    for layout in ({}, *LAYOUTS.values()):
+        llm = engine(qwen, num_kv_blocks=24, **layout)
+        found = outputs_of(llm, PROMPTS, params_of(3))
         assert llm.llm_engine.scheduler.prefix_cache_hits > 0
+        ranks = llm.llm_engine.stats.ranks
+        assert llm.llm_engine.report.memory.num_block_places == layout.get(DCP, 1)
+        assert sum(rank.share for rank in ranks) == (pytest.approx(layout.get(PCP, 1)) if layout else 0)
         llm.close()
-    assert found[0] == found[1]
+        expected = expected or found
+        assert found == expected, layout
