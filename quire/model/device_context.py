@@ -1,8 +1,8 @@
 """Attention over keys that lie on several GPU ranks (decode context parallelism).
 
-Chunks of CHUNK keys of a sequence are on the ranks in turn. For a few queries of a sequence every rank attends with the heads of
-all ranks to its own chunks, the results are gathered, and all are merged in the order of the keys. For runs of prompts the keys
-are gathered instead, which are fewer bytes where there are many queries. Both give the bits that one rank gives with
+Chunks of CHUNK keys of a sequence are on the ranks in turn. For a few queries of a sequence every rank attends with the heads
+of all ranks to its own chunks, the results are gathered, and all are merged in the order of the keys. For runs of prompts the
+keys are gathered instead, which are fewer bytes where there are many queries. Both give the bits that one rank gives with
 `is_in_order`, which attends in chunks at the same positions.
 """
 
@@ -55,7 +55,8 @@ class _ChunkRound(NamedTuple):
 class _KeyRound(NamedTuple):
     """Runs of prompts, whose sequences' keys are gathered at once.
 
-    blocks  [N] i64 of this rank, as many for each sequence as any rank may have; tables [S, max_blocks] i32 of the gathered ones
+    blocks  [N] i64 of this rank, as many for each sequence as any rank may have
+    tables  [S, max_blocks] i32 of the gathered ones
     """
 
     tiles: Tiles
@@ -205,9 +206,7 @@ class LayerContext:
         assert v is not None
         return KvCache(k, v, k_scales, taken(cache.v_scales))
 
-    def _plan(
-        self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool
-    ) -> _Plan:
+    def _plan(self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool) -> _Plan:
         counts, lengths = step.query_counts, step.host_context_lens
         assert counts is not None
         assert lengths is not None

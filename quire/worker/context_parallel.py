@@ -64,7 +64,9 @@ def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) 
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         refused.append(f"an indexer of keys ({spec.model_type})")
     if refused:
-        raise ConfigError(f"{name} is {size}, but on GPUs it does not support {'; '.join(refused)}: change that, or set it to 1")
+        raise ConfigError(
+            f"{name} is {size}, but on GPUs it does not support {'; '.join(refused)}: change that, or set it to 1"
+        )
 
 
 def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> None:

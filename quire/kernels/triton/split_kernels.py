@@ -145,10 +145,7 @@ def attend_chunks(
             tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
         )
         size = _chunk_size(first_key, end, CHUNK, MOST)
-        if chunks_ptr is None:
-            chunk = first_key // size + item - tl.load(starts_ptr + tile)
-        else:
-            chunk = tl.load(chunks_ptr + item)
+        chunk = first_key // size + item - tl.load(starts_ptr + tile) if chunks_ptr is None else tl.load(chunks_ptr + item)
         low = tl.maximum(first_key // BLOCK_N * BLOCK_N, chunk * size)
         high = tl.minimum(end, (chunk + 1) * size)
         is_row = (queries < QUERIES) & (queries < left)

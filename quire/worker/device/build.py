@@ -284,8 +284,8 @@ def build_rank(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and what
-    ranks exchange of keys on several of them has other sizes in each step."""
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and
+    what ranks exchange of keys on several of them has other sizes in each step."""
     return config.enforce_eager or config.cpu_offload_gb > 0 or config.decode_context_parallel_size > 1
 
 

@@ -182,8 +182,8 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
 
 
 def check_rank_devices(config: EngineConfig, device: str, num_here: int | None = None) -> None:
-    """Raise ConfigError where the ranks of tensor_parallel_size, pipeline_parallel_size and prefill_context_parallel_size cannot
-    have a GPU each.
+    """Raise ConfigError where the ranks of tensor_parallel_size, pipeline_parallel_size and prefill_context_parallel_size
+    cannot have a GPU each.
 
     device    of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
     num_here  ranks on this host; None: all

@@ -61,6 +61,10 @@ def add_launches_of_steps(kind, found):
         shown = [(name, value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()]
         found.setdefault(repr((launch.kernel.fn.__name__, shown, sorted(launch.constants.items(), key=str))), launch)
 
+        if is_in_order and launch.kernel.fn.__name__ == "attend_chunks" and launch.arguments["chunks_ptr"] is None:
+            chosen = launch.arguments | {"chunks_ptr": torch.empty(8, dtype=torch.int32, device=META)}
+            note(dataclasses.replace(launch, arguments=chosen))  # as where ranks share the keys
+
     Launch.run = note
     Readback.start = lambda self, count: None
     for count, length in ((1, 77), (64, 3000)):

@@ -159,7 +159,7 @@ def qwen(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("context") / "qwen3", "qwen3", num_hidden_layers=1)
 
 
-PROMPTS = [list(range(9, 55)), [5, 9, 31], list(range(9, 41)) + [7]]
+PROMPTS = [list(range(9, 55)), [5, 9, 31], [*range(9, 41), 7]]
 
 
 def engine(folder, **options):
