@@ -24,7 +24,8 @@ from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
-from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of
+from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of, tokens_of
+from tests.unit.speculate.proposers import PROPOSERS, install
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),
@@ -33,7 +34,8 @@ pytestmark = [
 
 BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 16
 FIRSTS = (1, 0)  # the ranks of the sequences' first chunks
-RUNS = [(40, 3), (1, 29), (26, 2)]  # new tokens of both sequences in each step
+RUNS = [(33, 2), (1, 1)]  # new tokens of both sequences in each step
+MORE_RUNS = [(40, 3), (1, 29), (26, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +56,10 @@ def tables_of(size):
     return tables
 
 
-def logits_of(decoder, pool, device, size):
+def logits_of(decoder, pool, device, size, all_runs=MORE_RUNS):
     """Return the logits of prompts in chunks, with and beside sequences that have few tokens."""
     tables, lengths, found = tables_of(size), [0, 0], []
-    for counts in RUNS:
+    for counts in all_runs:
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         runs = [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
         slots = [table[run // BLOCK] * BLOCK + run % BLOCK for table, run in zip(tables, runs, strict=True)]
@@ -69,9 +71,10 @@ def logits_of(decoder, pool, device, size):
     return found
 
 
-def on_one(spec, device, size, dtype, is_in_order):
+def on_one(spec, device, size, dtype, is_in_order, all_runs=MORE_RUNS):
     decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order)
-    return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device), device, size)
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+    return logits_of(decoder, pool, device, size, all_runs)
 
 
 def check(expected, found, is_in_order):
@@ -85,47 +88,47 @@ def short(name):
     return replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
 
 
-CASES = [("latent", 2, "float32", True), ("gpt-oss", 3, "float32", True), ("gemma", 2, "float32", False),
-         ("qwen3", 2, "fp8", True), ("olmo", 3, "int8", False), ("late", 2, "float32", True)]  # fmt: skip
+QUICK = ("qwen3", 2, "float32", True)
+CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", True),
+         ("gemma", 2, "float32", False), ("olmo", 3, "int8", False)]  # fmt: skip
+
+
+def cases(*names):
+    chosen = [case for case in CASES if case[0] in names]
+    return [(*QUICK, RUNS), *(pytest.param(*case, MORE_RUNS, marks=pytest.mark.slow) for case in chosen)]
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "is_in_order"),
-    [("qwen3", 2, "float32", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+    ("name", "size", "dtype", "is_in_order", "all_runs"), cases("qwen3", "latent", "gpt-oss", "gemma", "olmo")
 )
-def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, device):
+def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, all_runs, device):
     spec = short(name)
-    expected = on_one(spec, device, size, dtype, is_in_order)
+    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
     pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
-    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size)):
+    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size, all_runs)):
         check(expected, found, is_in_order)
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "dtype", "is_in_order"),
-    [
-        ("qwen3", 2, "float32", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case[0] in ("latent", "gpt-oss", "olmo")),
-    ],
-)
-def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, device, monkeypatch):
+@pytest.mark.parametrize(("name", "size", "dtype", "is_in_order", "all_runs"), cases("latent", "olmo"))
+def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, all_runs, device, monkeypatch):
     monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
     spec = short(name)
-    expected = on_one(spec, device, size, dtype, is_in_order)
+    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
     communicators = [CountingCommunicator(each) for each in gloo_communicators(size)]
 
     def run(rank):
         rows = RowRanks(communicators[rank], rank)
         decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order, rows=rows)
         pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
-        return logits_of(decoder, pool, device, size)
+        return logits_of(decoder, pool, device, size, all_runs)
 
     for found in run_threads(size, run, timeout_s=300):
         check(expected, found, is_in_order)
     per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype == "int8" else 1) + 1
-    assert communicators[0].counts["all_gather"].num_calls == 3 * per_step
+    num_divided = sum(max(counts) >= 26 for counts in all_runs)
+    assert communicators[0].counts["all_gather"].num_calls == num_divided * per_step
     for each in communicators:
         each.close()
 
@@ -196,3 +199,29 @@ def test_outputs_are_those_of_one_rank_with_cached_prefixes_and_chunked_prompts(
         llm.close()
         expected = expected or found
         assert found == expected, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUTS["tokens-2"], LAYOUTS["rows-2"]], ids=["tokens", "rows"])
+def test_tokens_are_those_of_one_rank_when_blocks_are_copied_sequences_preempted_and_drafts_verified(
+    qwen, threads, layout, monkeypatch
+):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    prompts = [list(range(first, first + count)) for first, count in ((9, 30), (70, 31), (130, 29))]
+    choices = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
+    expected, copied = [], []
+    drafting = [{"speculative_config": {"method": "ngram"}}] if DCP in layout else []  # rows of short runs are not divided
+    for more in ({}, layout, *drafting):
+        llm = engine(qwen, num_kv_blocks=8, max_num_seqs=3, **(layout | more if more else {}))
+        if "speculative_config" in more:
+            by_prompt = {(tuple(prompt), 0): tokens for prompt, tokens in zip(prompts, expected, strict=True)}
+            install(llm, PROPOSERS["fickle"](4, by_prompt), 4)
+        else:
+            copied.append(tokens_of(llm, [prompts[0][:20]], choices))
+        tokens = tokens_of(llm, prompts, params_of(8)[0])
+        assert llm.llm_engine.scheduler.num_preemptions > 0
+        assert ("speculative_config" in more) == (llm.llm_engine.stats.num_draft_tokens > 0)
+        llm.close()
+        expected = expected or tokens
+        assert tokens == expected
+    assert copied[0] == copied[1]
