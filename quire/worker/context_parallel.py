@@ -57,8 +57,6 @@ def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) 
     if name == "decode_context_parallel_size":
         if 4 in QUANTIZED_KV_BITS.get(config.kv_cache_dtype, ()):
             refused.append(f"kv_cache_dtype {config.kv_cache_dtype!r} (choose 'auto', 'int8' or 'fp8')")
-        if config.pipeline_parallel_size > 1:
-            refused.append(f"pipeline_parallel_size {config.pipeline_parallel_size} (choose 1)")
         if any(layer.attention.qk_norm_over == "each" for layer in spec.layers):
             refused.append(f"norms of each head of q and k ({spec.model_type})")
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):

@@ -228,12 +228,12 @@ class GpuGroup:
         tensor = connect(f"stage{own_name}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
         if tensor is not None:
             hosts = hosts_of(PrefixStore(f"hosts{own_name}", store), place.tensor_rank, num_ranks)
-            context = None
-            if context_size > 1:
-                number, member_place = divmod(place.tensor_rank, context_size)
-                shared = tensor if context_size == num_ranks else connect(f"context{number}", member_place, context_size)
-                others += [] if shared is tensor else [shared]
-                context = ContextRanks(shared, member_place)
+            number, member_place = divmod(place.tensor_rank, context_size)
+            shared = tensor if context_size == num_ranks else None
+            if 1 < context_size < num_ranks:
+                shared = connect(f"context{stage.index}part{number}", member_place, context_size)
+                others.append(shared)
+            context = None if context_size == 1 or shared is None else ContextRanks(shared, member_place)
             ranks = DeviceRanks(tensor, told.shard(place), hosts, context)
         if num_copies > 1:
             others.append(connect(f"rows{place.tensor_rank}", copy, num_copies))

@@ -282,7 +282,6 @@ def test_homes_on_gpus_are_refused():
     ("options", "message"),
     [
         ({**LAYOUTS["tokens-2"], "kv_cache_dtype": "turboquant_4bit"}, "does not support kv_cache_dtype 'turboquant_4bit'"),
-        ({**LAYOUTS["tokens-2"], "pipeline_parallel_size": 2}, "does not support pipeline_parallel_size 2"),
         ({**LAYOUTS["rows-2"], "attention_backend": "flashinfer"}, "does not support attention_backend 'flashinfer'"),
         ({**LAYOUTS["tokens-2"], "block_size": 48}, "block_size is 48 .* must be a divisor of 256"),
         ({**LAYOUTS["tokens-2"], "num_kv_blocks": 12}, "num_kv_blocks is 12, .* must be a multiple of 8"),
