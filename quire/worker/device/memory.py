@@ -403,7 +403,8 @@ def gathered_bytes(config: EngineConfig, kv: KvSpec, max_model_len: int) -> int:
     widths = [heads * dim for heads, dim in kv.layer_shapes]
     layer_bytes = kv.bytes_per_block * max(widths) // max(1, sum(widths))
     num_blocks = -(-max(GATHERED_TOKENS, max_model_len) // kv.block_size)
-    return 2 * GATHERED_BYTES + 3 * num_blocks * layer_bytes  # own ones, those of all ranks, and this rank's heads of these
+    # Results of this rank, of all ranks, and these in order; keys of this rank, of all ranks, and of its heads.
+    return 3 * GATHERED_BYTES + 3 * num_blocks * layer_bytes
 
 
 def offload_plan(
