@@ -175,6 +175,7 @@ def merge_items(
     starts_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     tile_sequences_ptr: tl.tensor,
     tile_offsets_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
@@ -189,7 +190,8 @@ def merge_items(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order."""
+    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order; sums: see
+    merge_row."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)
@@ -205,6 +207,6 @@ def merge_items(
     ROWS: tl.constexpr = QUERIES * GROUP
     first_part = (start.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + row
     merge_row(
-        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, token + query, head, first_part, used,
+        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, sums_ptr, token + query, head, first_part, used,
         NUM_KV_HEADS * GROUP, NUM_KV_HEADS * ROWS, HEAD_DIM, BLOCK_D, BLOCK_C,
     )  # fmt: skip

@@ -89,8 +89,8 @@ def short(name):
 
 
 QUICK = ("qwen3", 2, "float32", True)
-CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", True),
-         ("gemma", 2, "float32", False), ("olmo", 3, "int8", False)]  # fmt: skip
+CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", False),
+         ("gemma", 2, "float32", True), ("olmo", 3, "int8", False)]  # fmt: skip
 
 
 def cases(*names):
