@@ -38,6 +38,7 @@ SECTIONS = [
     Section("products", 60),
     Section("decode-large-fp8", 25),
     Section("decode-large-int4", 25),
+    Section("decode-large-mixed-kv", 25),
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
@@ -51,10 +52,11 @@ MODELS = {
     "decode-large": (False, "bf16", False),
     "decode-large-fp8": (False, "fp8", False),
     "decode-large-int4": (False, "int4", False),
+    "decode-large-mixed-kv": (False, "bf16", False, "k8v4"),
     "in-order-small": (True, "bf16", True),
     "in-order-large": (False, "bf16", True),
 }
-"""Of a section: whether the model is the small one, its weights, and whether it is deterministic."""
+"""Of a section: whether the model is the small one, and its gpu_model.Options."""
 
 _SMOKE_LIMIT_S = 600
 _TESTS_AT_ONCE = 16
@@ -111,9 +113,8 @@ def section_rows(
     elif name == "few":
         yield from gpu_few.few_rows(device, is_smoke, peaks, until_s)
     else:
-        is_small, weights, is_in_order = MODELS[name]
-        options = gpu_model.Options(weights, is_in_order)
-        yield from gpu_model.decode_rows(place, small if is_small else large, until_s, options)
+        is_small, *options = MODELS[name]
+        yield from gpu_model.decode_rows(place, small if is_small else large, until_s, gpu_model.Options(*options))
 
 
 def test_rows(is_smoke: bool, limit_s: float, folder: Path) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from gpu_launches import DeviceRecorder, measured_idle_share, stamped_recorder
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
@@ -272,10 +272,12 @@ class Options:
 
     weights      of its linear layers: "bf16", "fp8" (blocks of 128 x 128) or "int4" (groups of 128)
     is_in_order  deterministic
+    kv_format    of the KV cache but that of the first and of the last layer, which is the model's own
     """
 
     weights: str = "bf16"
     is_in_order: bool = False
+    kv_format: KvDtype | None = None
 
 
 class RandomModel(NamedTuple):
@@ -317,8 +319,11 @@ def make_model(
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
     cases = decode_cases(place)
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
-    kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
+    kv = KvSpec.of(spec, _BLOCK_SIZE, options.kv_format or spec.dtype)
+    if options.kv_format is not None:
+        kv = kv.with_layers((0, len(spec.layers) - 1), spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
+    common |= {} if options.kv_format is None else {"kv": kv.format_name}
     sizes = StepSizes(max(count for count, _ in cases), prompt_lengths(place)[0], shape.max_positions)
     if not place.is_tiny:  # the interpreter compiles nothing
         compiled.append({"section": "compile", **common, **_compile_ahead(spec, options, kv, sizes)})
@@ -387,7 +392,8 @@ def _compile_ahead(spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSiz
     One after the other, as they are launched first, kernels would take most of a section's time.
     """
     started = time.perf_counter()
-    model = ServedModel(spec, _random_parameters(spec, torch.device("meta"), options.weights), None, options.is_in_order)
+    parameters = _random_parameters(spec, torch.device("meta"), options.weights)
+    model = ServedModel(spec, parameters, None, options.is_in_order, kv_dtypes=kv.layer_dtypes)
     variants = serving_variants(model, kv, sizes)
     errors = compile_all(variants, arch)
     row: Row = {"variants": len(variants), "seconds": time.perf_counter() - started}

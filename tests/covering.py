@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import pytest
 
 Combination = Mapping[str, Hashable]
+Item = TypeVar("Item")
 
 
 def covering(rows: Sequence[Combination], strength: int = 1) -> list[int]:
@@ -85,3 +87,9 @@ def redundant_slow_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
         needed = set(covering([_row(item) for item in group]))
         redundant += [item for index, item in enumerate(group) if index not in needed]
     return redundant
+
+
+def part_of(items: Sequence[Item], part: str) -> Sequence[Item]:
+    """Return the part "i/n" of tests: each n-th from the i-th on, i < n."""
+    first, count = map(int, part.split("/"))
+    return items[first::count]

@@ -17,7 +17,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Yield the URL of a server on 127.0.0.1 that answers by a handler."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

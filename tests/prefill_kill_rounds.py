@@ -2,7 +2,7 @@
 
 It writes one line of JSON for each round. One decode engine lives through all rounds. Each round has a new prefill engine on
 the same address, which is killed or stopped in a random state, while prompts are transferred from it. Prefill engines are
-forked by a nursery, a process that has loaded everything but no model, so that a round takes a second.
+forked by a fork server, a process that has loaded everything but no model, so that a round takes a second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prefill(model: str, address: str, seed: int, told: int) -> None:
         time.sleep(600)
 
 
-class Nursery:
+class ForkServer:
     """A process that forks prefill engines: a line "SEED" starts one, whose process id it answers."""
 
     def __init__(self, model: str, address: str) -> None:
@@ -104,7 +104,7 @@ class Rounds:
     def __init__(self, model: str, address: str) -> None:
         page_client._FIRST_PAUSE_S = page_client._MAX_PAUSE_S = 0.01  # each round is to transfer again
         remote_prefill._MAX_SLOWDOWN = 1e9
-        self._nursery = Nursery(model, address)
+        self._fork_server = ForkServer(model, address)
         options = {"model": model, "num_kv_blocks": NUM_BLOCKS, **SIZES}
         self._cold = LLM(**{**options, "kv_host_bytes": None, "enable_prefix_caching": False})
         self._decode = LLM(**options, role="decode", prefill_urls=(address,), prefill_min_tokens=32, **backend_of()).llm_engine
@@ -115,11 +115,11 @@ class Rounds:
         """Play one round; return what was killed, when, and what went wrong."""
         choose, began_s = random.Random(seed), time.monotonic()
         before = dict(self._decode.stats.tiers[-1].outcomes)
-        pid = self._nursery.start(seed)
+        pid = self._fork_server.start(seed)
         sent = choose.choice((signal.SIGKILL,) * 7 + (signal.SIGSTOP,))
         if choose.random() < 0.9:  # else it is killed while it loads
-            assert select.select([self._nursery.ready], [], [], 60)[0], "the prefill engine does not start"
-            os.read(self._nursery.ready, 1)
+            assert select.select([self._fork_server.ready], [], [], 60)[0], "the prefill engine does not start"
+            os.read(self._fork_server.ready, 1)
         num_prompts, when = choose.randint(1, 3), choose.randint(0, 3 * NUM_PAGES)
         prompts = [[choose.randrange(300) for _ in range(16 * NUM_PAGES + choose.randrange(1, 16))] for _ in range(num_prompts)]
         params = [
@@ -132,8 +132,8 @@ class Rounds:
         problems = [] if found == expected else [f"found {found}, expected {expected}"]
         if sent == signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
-        while select.select([self._nursery.ready], [], [], 0)[0]:
-            os.read(self._nursery.ready, 1)
+        while select.select([self._fork_server.ready], [], [], 0)[0]:
+            os.read(self._fork_server.ready, 1)
         problems += self._find_leaks()
         took_s = time.monotonic() - began_s
         after = self._decode.stats.tiers[-1].outcomes
@@ -190,7 +190,7 @@ class Rounds:
         """End the engines."""
         self._decode.close()
         self._cold.close()
-        self._nursery.close()
+        self._fork_server.close()
 
 
 def _num_fds() -> int:

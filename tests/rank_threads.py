@@ -50,10 +50,10 @@ class RankThreads:
         self.spec, self._size, self._context, self._home_size = spec, self._mesh.size, context, home_size
         subgroups = row_subgroups(self._mesh)
         areas = {**ProcessBarrier.areas(self._size), **ShmCommunicator.areas(self._size), **subgroup_areas(subgroups)}
-        self._memory = SharedMemoryFile.create(areas)
-        initialise_subgroups(self._memory, subgroups)
-        ProcessBarrier.initialise(self._memory, self._size)
-        self.barriers = [ProcessBarrier(self._memory, rank, self._size) for rank in range(self._size)]
+        self.memory = SharedMemoryFile.create(areas)
+        initialise_subgroups(self.memory, subgroups)
+        ProcessBarrier.initialise(self.memory, self._size)
+        self.barriers = [ProcessBarrier(self.memory, rank, self._size) for rank in range(self._size)]
         self._own_memories: list[SharedMemoryFile] = []
         self._rows_files = [os.memfd_create("rows") for _ in range(1 + len(subgroups))]
         self.shards: list[ModelShard | None] = [None] * self._size
@@ -88,7 +88,7 @@ class RankThreads:
 
     def _group_of_groups(self, rank: int, shard: ModelShard | None, subgroups: Mapping[str, tuple[int, ...]]) -> RankGroup:
         """Return a tensor-parallel group that divides rows with others."""
-        at, own = self._mesh.coordinates(rank), attach_subgroups(self._memory, rank, subgroups)
+        at, own = self._mesh.coordinates(rank), attach_subgroups(self.memory, rank, subgroups)
         tensor, rows = own[f"tensor{at.context}"], own[f"rows{at.tensor}"]
         division = RowDivision(
             at.context, self._mesh.context, rows.address, self._rows_files[1 + self._mesh.context + at.tensor]
@@ -102,7 +102,7 @@ class RankThreads:
         own = ProcessBarrier(memory, rank, self._size)
         self._own_memories.append(memory)
         self._rows_files.append(os.memfd_create("rows"))
-        exchange = RowExchange(ShmCommunicator(self._memory, self.barriers[rank]), own)
+        exchange = RowExchange(ShmCommunicator(self.memory, self.barriers[rank]), own)
         self.barriers[rank] = own
         return self._group(rank, shard, own.address, self._rows_files[-1], exchange)
 
@@ -129,5 +129,5 @@ class RankThreads:
         self.decoders.clear()
         for descriptor in self._rows_files:
             os.close(descriptor)
-        for memory in (self._memory, *self._own_memories):
+        for memory in (self.memory, *self._own_memories):
             memory.close()

@@ -252,13 +252,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     for prompts in batches:
         expected.append(_run(llm, prompts, trial, undrafted)[0])
         bar.update()
-    is_replay = method.startswith(_REPLAY)
-    share = _share_of(method) if is_replay else trial.forced_share
-    if share is not None:
-        outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
-        vocab_size = engine.report.spec.vocab_size
-        drafter = None if is_replay else drafting.proposer
-        drafting = drafting.with_proposer(OracleProposer(outputs, share, vocab_size, drafter))
+    drafting = _with_oracle(drafting, method, trial, expected, engine.report.spec.vocab_size)
     for index in range(trial.num_warm_up):
         _run(llm, batches[index % len(batches)], trial, drafting)
         bar.update()
@@ -305,6 +299,17 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         same_outputs=num_same / (trial.num_rounds * run_size),
         forced_share=trial.forced_share,
     )
+
+
+def _with_oracle(drafting: Speculator, method: str, trial: Trial, expected: list[list[Any]], vocab_size: int) -> Speculator:
+    """Return a speculator whose drafts are right in a given share of cases, if the method or the trial has one."""
+    is_replay = method.startswith(_REPLAY)
+    share = _share_of(method) if is_replay else trial.forced_share
+    if share is None:
+        return drafting
+    outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
+    drafter = None if is_replay else drafting.proposer
+    return drafting.with_proposer(OracleProposer(outputs, share, vocab_size, drafter))
 
 
 class _Took(NamedTuple):

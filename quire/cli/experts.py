@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from quire.base.errors import ConfigError
-from quire.cli import options
+from quire.cli import engine_options, options
 from quire.contracts.parallel import ParallelConfig
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action.add_argument("--load", required=True, metavar="FILE", help="tokens of each expert: a file of --save-expert-load")
         action.add_argument(
             "--tensor-parallel-shares",
-            type=options.parse_shares,
+            type=engine_options.parse_shares,
             metavar="2,1",
             help="relative share of each rank; None: equal",
         )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError, RequestError
-from quire.contracts.config import MODEL_IMPLS, EngineConfig
+from quire.cli.engine_options import ENGINE_OPTIONS
+from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.kv_compression import KvCompression, as_kv_compression
-from quire.contracts.parallel import EXECUTOR_BACKENDS, REPLICA_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
 
 
@@ -37,19 +36,6 @@ _ENGINE_DEFAULTS = {
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class _OldSwitch(argparse.BooleanOptionalAction):
-    """A switch under its old name: it is accepted for one release, with a warning."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
-        """See argparse.Action."""
-        prefix = "--no-" if option.startswith("--no-") else "--"
-        new = prefix + self.dest.replace("_", "-")
-        warnings.warn(
-            f"{option} is deprecated, use {new}; the old name ends with the next release", FutureWarning, stacklevel=2
-        )
-        super().__call__(parser, namespace, values, option)
-
-
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add what every command has."""
     parser.add_argument(
@@ -69,272 +55,9 @@ _OPTION_NAMES = {"prefill_urls": "prefill_url"}
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; their names and defaults are those of EngineConfig."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
-    group.add_argument(
-        "--chat-template", metavar="FILE|NAME", help="Jinja file, or a name: of a template of the checkpoint's, or chatml"
-    )
-    group.add_argument("--revision", help="branch, tag or commit of a hub id")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
-    group.add_argument(
-        "--model-impl",
-        choices=MODEL_IMPLS,
-        help="transformers: that library computes the model, slower, also types that quire has no implementation of",
-    )
-    quantizations = ("int8", "int4", "fp8")
-    group.add_argument("--quantization", choices=quantizations, help="quantise the weights when they are loaded")
-    group.add_argument(
-        "--allow-missing-head", action="store_true", help="use the embedding where an untied checkpoint has no lm_head.weight"
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "int8", "fp8", "turboquant_4bit", "k8v4"),
-        help="auto: the model's; int8, fp8: half; turboquant_4bit, k8v4: about a quarter, 2/5",
-    )
-    group.add_argument(
-        "--kv-cache-dtype-skip-layers",
-        type=integers,
-        metavar="0,-1",
-        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
-    )
-    group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
-    group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
-    group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
-    group.add_argument("--block-size", type=int, help="tokens in a KV block; None: 16, on a GPU 64")
-    group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
-    group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
-    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prefixes")
-    group.add_argument("--kv-host-bytes", type=int, help="size of the host tier: KV blocks that leave the pool are kept there")
-    group.add_argument("--kv-disk-dir", metavar="DIR", help="folder of the disk tier of KV blocks; it outlives the server")
-    group.add_argument("--kv-disk-bytes", type=int, help="the most that the folder of the disk tier may hold")
-    group.add_argument("--kv-save", choices=("reused", "all", "write_through", "none"), help="which KV blocks the tiers keep")
-    _add_role_options(group)
-    group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
-    group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
-    group.add_argument(
-        "--complete-json-within-max-tokens",
-        action=argparse.BooleanOptionalAction,
-        help="complete JSON within max_tokens, if possible",
-    )
-    name = "complete_json_within_max_tokens"
-    group.add_argument("--fit-structured-outputs", dest=name, action=_OldSwitch, help=argparse.SUPPRESS)
-    group.add_argument("--max-logprobs", type=int, help="limit for requests; -1: none")
-    group.add_argument("--seed", type=int, help="same seed, same output")
-    group.add_argument("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
-    group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be used")
-    group.add_argument(
-        "--cpu-offload-gb", type=float, help="GiB of weights in host memory, for models larger than the GPU; slower"
-    )
-    group.add_argument("--nvtx-ranges", action="store_true", help="mark each step on a GPU for profilers (Nsight Systems)")
-    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs on a GPU: starts faster, decodes slower")
-    group.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="plan a step while the previous one runs; None: on a GPU and with pipeline stages, if possible",
-    )
-    backends = ("auto", "triton", "flashinfer", "flash_attn")
-    group.add_argument(
-        "--attention-backend", choices=backends, help="library for the attention of prompts on a GPU; auto: quire's kernels"
-    )
-    group.add_argument("--tile-table", metavar="FILE", help="tile sizes of the GPU kernels, a file of `quire tune`")
-    group.add_argument(
-        "--deterministic", action="store_true", help="batch-invariant: the same tokens in any batch; refused if not supported"
-    )
-    group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
-    group.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        metavar="N",
-        help="processes that share the model, with the same tokens",
-    )
-    group.add_argument(
-        "--tensor-parallel-shares",
-        type=parse_shares,
-        metavar="2,1",
-        help="relative share of each of them; None: equal",
-    )
-    group.add_argument(
-        "--enable-dp-attention",
-        action="store_true",
-        help="each of these processes has whole attention weights and attends to sequences of its own; CPU",
-    )
-    group.add_argument(
-        "--dp-attention-size",
-        type=int,
-        metavar="N",
-        help="with it: groups of these processes that do so, and divide the heads; None: one for each process",
-    )
-    group.add_argument(
-        "--enable-expert-parallel",
-        action="store_true",
-        help="each of these processes holds whole experts of a mixture model, instead of a part of every expert",
-    )
-    group.add_argument(
-        "--expert-placement",
-        metavar="linear|balanced|FILE",
-        help="experts of each process: consecutive ones, those that balance --expert-load, or those of a file",
-    )
-    group.add_argument(
-        "--expert-load", metavar="FILE", help="tokens of each expert, for balanced: a file of --save-expert-load"
-    )
-    group.add_argument(
-        "--num-redundant-experts", type=int, metavar="N", help="copies of experts in other processes, in each layer"
-    )
-    group.add_argument("--save-expert-load", metavar="FILE", help="write the tokens of each expert there at the end")
-    group.add_argument(
-        "--enable-eplb", action="store_true", help="move experts between these processes by their load while the engine runs"
-    )
-    group.add_argument(
-        "--eplb-config",
-        metavar="JSON",
-        help='when experts move: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0, '
-        '"log_balancedness": false}',
-    )
-    group.add_argument("--save-expert-placement", metavar="FILE", help="write the placement there after moves and at the end")
-    group.add_argument(
-        "--expert-capacity-factor",
-        type=float,
-        metavar="F",
-        help="lossy: an expert takes at most F times the mean of a step, the rest goes to the next best; usual: 1.2 to 1.5",
-    )
-    group.add_argument(
-        "--expert-bias-rate",
-        type=float,
-        metavar="R",
-        help="lossy: choose busy experts less, by a bias that changes by R per step",
-    )
-    group.add_argument(
-        "--expert-min-share", type=float, metavar="S", help="lossy: leave out experts below this share of a token's best one"
-    )
-    group.add_argument(
-        "--data-parallel-size",
-        "-dp",
-        type=int,
-        metavar="N",
-        help="replicas that divide the requests, each with the whole model: more of them at a time; serve and batch run",
-    )
-    group.add_argument(
-        "--data-parallel-threads",
-        type=_thread_counts,
-        metavar="2,1",
-        help="threads of each replica; None: --num-threads divided",
-    )
-    group.add_argument(
-        "--data-parallel-backend",
-        choices=REPLICA_BACKENDS,
-        help="who starts the replicas of `quire serve`: mp: the server, on its host; ray: Ray, on any node of its cluster",
-    )
-    group.add_argument(
-        "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: the free memory"
-    )
-    group.add_argument(
-        "--pipeline-parallel-size",
-        "-pp",
-        type=int,
-        metavar="N",
-        help="processes that have a range of the layers each, with the same tokens",
-    )
-    group.add_argument(
-        "--decode-context-parallel-size",
-        "-dcp",
-        type=int,
-        metavar="N",
-        help="share the KV cache of a sequence among N of the processes of -tp, of which it is a divisor; CPU",
-    )
-    group.add_argument(
-        "--prefill-context-parallel-size",
-        "-pcp",
-        type=int,
-        metavar="N",
-        help="processes that have the whole model each and divide the tokens of a prompt, with the same tokens; CPU",
-    )
-    group.add_argument(
-        "--pipeline-layers",
-        type=integers,
-        metavar="10,18",
-        help="how many layers each of them has; None: so that all take about the same time",
-    )
-    group.add_argument("--enable-lora", action="store_true", help="take LoRA adapters (PEFT)")
-    group.add_argument("--max-loras", type=int, help="LoRA adapters that are in memory at the same time")
-    group.add_argument("--max-lora-rank", type=int, help="the largest rank of a LoRA adapter")
-    group.add_argument("--enable-lora-experts", action="store_true", help="take memory for LoRA adapters of all experts")
-    group.add_argument(
-        "--distributed-executor-backend",
-        choices=EXECUTOR_BACKENDS,
-        help="who starts them; None: torchrun or a LeaderWorkerSet if one has, otherwise this process",
-    )
-    group.add_argument(
-        "--distributed-timeout", dest="distributed_timeout_s", type=float, help="seconds after which a silent rank has failed"
-    )
-    group.add_argument(
-        "--distributed-start-timeout",
-        dest="distributed_start_timeout_s",
-        type=float,
-        help="seconds in which all ranks must have loaded",
-    )
-    group.add_argument(
-        "--speculative-config",
-        "--speculative",
-        metavar="JSON",
-        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model, '
-        "eagle, eagle3, medusa, mtp, lookahead, self, or a list of several to be merged; demo-draft, demo-eagle3, demo-medusa "
-        "and demo-mtp draft for the bundled demo model",
-    )
+    for option in ENGINE_OPTIONS:
+        group.add_argument(*option.names, **option.settings)
     parser.set_defaults(**_ENGINE_DEFAULTS)
-
-
-def _add_role_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--role", choices=("both", "prefill", "decode"), help="compute prompts and outputs, or one of them")
-    group.add_argument(
-        "--prefill-listen", metavar="ADDRESS", help="tcp://HOST:PORT or unix:PATH for decode engines while the role is prefill"
-    )
-    group.add_argument(
-        "--prefill-url",
-        dest="prefill_urls",
-        type=_addresses,
-        metavar="ADDRESS[,ADDRESS]",
-        help="of --role decode: where prefill engines listen; without it a router tells them",
-    )
-    group.add_argument(
-        "--prefill-min-tokens", type=int, help="of --role decode: prompts with fewer uncached tokens are computed here"
-    )
-    group.add_argument(
-        "--transfer-secret-file", metavar="FILE", help="secret that prefill and decode engines share, made if absent"
-    )
-    group.add_argument(
-        "--kv-transfer-backend",
-        choices=("sockets", "nixl"),
-        help="how pages travel between prefill and decode engines: shared memory or TCP, or NIXL (quire[nixl])",
-    )
-
-
-def _addresses(text: str) -> tuple[str, ...]:
-    """Return the addresses of a list with commas."""
-    return tuple(part.strip() for part in text.split(","))
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """Return the integers of a list with commas."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 10,18; got {text!r}") from None
-
-
-def parse_shares(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list with commas."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, such as 2,1, got {text!r}") from None
-
-
-def _thread_counts(text: str) -> tuple[int, ...]:
-    """Return the integers of a list with commas."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 2,1, got {text!r}") from None
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError
-from quire.cli import options
+from quire.cli import engine_options, options
 from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import DTYPE_BYTES
 
@@ -46,9 +46,9 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="format of the KV cache: auto (the model's), int8, fp8, ...")
     group.add_argument(
         "--kv-cache-dtype-skip-layers",
-        type=options.integers,
+        type=engine_options.integers,
         metavar="0,-1",
-        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
+        help="layers whose KV cache is not quantised; negative numbers count from the end; on a CPU one rank",
     )
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time; 128, if not given")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens in one step; the engine's default, if not given")
@@ -144,9 +144,8 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
 
     report = inspect_model(EngineConfig(model=model, dtype=args.dtype, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
     is_gpu, kept_layers = hardware.kind == "gpu", args.kv_cache_dtype_skip_layers
-    if kept_layers is not None and (is_gpu or args.kv_cache_dtype == "auto"):
-        lack = "is not supported on a GPU yet" if is_gpu else "needs a quantised --kv-cache-dtype, got 'auto'"
-        raise ConfigError(f"--kv-cache-dtype-skip-layers {lack}: leave it out")
+    if kept_layers is not None and args.kv_cache_dtype == "auto":
+        raise ConfigError("--kv-cache-dtype-skip-layers needs a quantised --kv-cache-dtype, got 'auto': leave it out")
     kept = skipped_layers(kept_layers or (), report.spec)
     weight_bytes = weight_bytes_by_precision(report, is_gpu)
     copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - report.num_parameters * DTYPE_BYTES[report.spec.dtype])

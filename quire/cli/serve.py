@@ -79,6 +79,13 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
         help="Host names answered while there is no key",
     )
     group.add_argument("--data-dir", type=_folder, help="where files, batches and responses are kept; without: in memory")
+    group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
+    _add_limits(group)
+    _add_watching_options(parser)
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add what bounds the bytes and the times of requests and of what is stored."""
     group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
     group.add_argument(
         "--max-prompt-characters",
@@ -109,8 +116,6 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-alive-comments", type=float, default=10.0, help="seconds of silence in a stream until a comment is sent"
     )
-    group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
-    _add_watching_options(parser)
 
 
 def _folder(text: str) -> Path:

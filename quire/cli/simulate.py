@@ -163,18 +163,7 @@ def _options(args: argparse.Namespace) -> Any:
     shape, precision, kv_format = planning_options.read_shape(args, hardware, record)
     limits = planning_options.read_limits(args, hardware, shape, record)
     num_devices = args.tensor_parallel_size
-    if num_devices < 1 or shape.num_kv_heads % num_devices:
-        raise ConfigError(
-            f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
-        )
-    if shape.has_kept_layers and num_devices > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks do not support, got {num_devices}"
-        )
-    if record is not None and num_devices > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size must be 1 with --measured, whose steps are of one replica, got {num_devices}"
-        )
+    _check_num_devices(num_devices, shape, record, hardware)
     page_bytes = shape.kv_bytes_per_token(kv_format) * limits.block_size
     tiers = _tiers(args, page_bytes)
     times = record.fit() if record is not None else RooflineTime(shape, hardware, precision, kv_format, num_devices)
@@ -213,6 +202,22 @@ def _options(args: argparse.Namespace) -> Any:
         delivery=None if record is None else record.delivery,
         autoscale=_autoscale(args, scheduler, times, shape.windows, goals.limits_s),
     )
+
+
+def _check_num_devices(num_devices: int, shape: Any, record: Any, hardware: Any) -> None:
+    if num_devices < 1 or shape.num_kv_heads % num_devices:
+        raise ConfigError(
+            f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
+        )
+    if shape.has_kept_layers and num_devices > 1 and hardware.kind != "gpu":
+        raise ConfigError(
+            "--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks on CPUs do not support, got "
+            f"{num_devices}"
+        )
+    if record is not None and num_devices > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size must be 1 with --measured, whose steps are of one replica, got {num_devices}"
+        )
 
 
 def _scheduler_config(args: argparse.Namespace, machine: Any, tiers: Any, has_prefixes: bool) -> Any:

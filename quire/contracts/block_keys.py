@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 
 _KEY_BYTES = 16
@@ -18,6 +19,16 @@ def block_key(parent_key: int, token_ids: Sequence[int]) -> int:
     """Return the 128-bit key of a full block that follows the block of parent_key."""
     content = parent_key.to_bytes(_KEY_BYTES) + array("q", token_ids).tobytes()
     return int.from_bytes(blake2b(content, digest_size=_KEY_BYTES).digest())
+
+
+def state_page_keys(key: int, num_pages: int) -> list[int]:
+    """Return the keys of the pages that hold the recurrent state after the block of a key."""
+    return [key ^ mask for mask in _state_masks(num_pages)]
+
+
+@cache
+def _state_masks(num_pages: int) -> list[int]:
+    return [root_key(f"page {index} of a recurrent state") for index in range(num_pages)]
 
 
 def block_keys(root: str, token_ids: Sequence[int], block_size: int) -> list[int]:

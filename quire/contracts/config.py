@@ -18,6 +18,7 @@ from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
+_MAX_LORAS, _MAX_LORA_RANK = 8, 64
 _MAX_TIMEOUT_S = 86_400
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8", "turboquant_4bit", "k8v4")
 Role = Literal["both", "prefill", "decode"]
@@ -58,7 +59,7 @@ class EngineConfig:
                             same, in e4m3; "turboquant_4bit": about a quarter, rotated vectors with sixteen levels;
                             "k8v4": keys in int8 and values in turboquant_4bit
     kv_cache_dtype_skip_layers  layers that keep the KV cache in the model's dtype, where kv_cache_dtype is a quantised format:
-                            their numbers, negative ones from the end, such as (0, -1). Only on a CPU, with one rank. None: none
+                            their numbers, negative ones from the end, such as (0, -1). On a CPU with one rank only. None: none
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: 2048, on a GPU 8192, or max_num_seqs where that is more
@@ -233,8 +234,8 @@ class EngineConfig:
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     enable_lora: bool = False
-    max_loras: int = 8
-    max_lora_rank: int = 64
+    max_loras: int = _MAX_LORAS
+    max_lora_rank: int = _MAX_LORA_RANK
     enable_lora_experts: bool = False
     distributed_executor_backend: Literal["spawn", "ray"] | None = None
     distributed_timeout_s: float = 60.0
@@ -396,8 +397,10 @@ class EngineConfig:
             )
 
     def _check_lora(self) -> None:
-        for name in ("max_loras", "max_lora_rank"):
-            require(is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+        for name, default in (("max_loras", _MAX_LORAS), ("max_lora_rank", _MAX_LORA_RANK)):
+            value = getattr(self, name)
+            require(is_int(value, 1), name, value, "an integer >= 1")
+            require(self.enable_lora or value == default, name, value, f"{default}, its default, without enable_lora")
         if not self.enable_lora:
             require(not self.enable_lora_experts, "enable_lora_experts", True, "False without enable_lora")
             return

@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.contracts.mixer_spec import StateShape
-from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, ModelSpec
 
 KvDtype = Dtype | Literal["int8", "fp8", "turboquant_4bit", "k8v4"]
 
@@ -130,6 +130,18 @@ class PoolDivision:
         return min(MAX_DEFAULT_BLOCKS, needed + num_more), min(MAX_DEFAULT_BLOCKS, num_window + num_more)
 
 
+def _entry_shape(attention: AttentionSpec, block_size: int) -> tuple[int, int]:
+    """Return the shape that has room for the entries of a block, "k" for these, "v" for those of the indexer, or in "k" for the
+    keys of a block indexer."""
+    if attention.block_indexer is not None:
+        return 1, attention.block_indexer.head_dim
+    compression = attention.compression
+    if compression is None:
+        return 0, 0
+    num_values = compression.entries_per_block(block_size) * compression.entry_size(attention.head_dim)
+    return 1, -(-num_values // block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
@@ -138,13 +150,15 @@ class KvSpec:
                   "turboquant_4bit": rotated, sixteen levels; "k8v4": keys as in "int8", values as in "turboquant_4bit".
                   See kernels/reference/kv_formats.py
     layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
-                  another layer
+                  another layer. Where layers have compressed entries (CompressionSpec), as many more follow: those of the
+                  entries of each layer, which are not in the window group. A block has the entries whose last tokens it has.
+                  Where they choose blocks (BlockIndexerSpec), the same for the indexer's keys
     state_shapes  of the recurrent state of each layer; empty where no layer has one
     window_tokens the layers of the window group keep only so many last tokens of a sequence, and a few more; their blocks are
                   those of a pool of their own. None: all layers are in one group, the full group
     is_windowed   of each layer, whether it is in the window group; empty if there is none
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
-    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
+    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec): on a GPU, and where there is an indexer
     index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
                   `dtype`; empty if there is none
     """
@@ -163,26 +177,28 @@ class KvSpec:
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape that a model needs; limits_windows: with a window group, if a layer has a window."""
         attentions = [layer.attention for layer in spec.layers]
-        shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.head_dim) for one in attentions)
+        shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.cached_size) for one in attentions)
+        if any(one.compression is not None or one.block_indexer is not None for one in attentions):
+            shapes += tuple(_entry_shape(one, block_size) for one in attentions)
         if not spec.has_recurrent_state:
-            found = cls(block_size, dtype, shapes)
+            latent = [one.latent for one in attentions]
+            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
+            found = cls(block_size, dtype, shapes, is_joined=any(index_dims), index_dims=index_dims if any(index_dims) else ())
             return found._with_windows(spec) if limits_windows else found
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
 
     @classmethod
     def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape on a GPU, where latent rows, which are both key and value, are kept once; see `of`."""
-        latent = [layer.attention.latent for layer in spec.layers]
-        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
-        found = cls.of(spec, block_size, dtype, limits_windows)
-        return replace(found, is_joined=latent.count(None) < len(latent), index_dims=index_dims if any(index_dims) else ())
+        is_joined = any(layer.attention.latent is not None for layer in spec.layers)
+        return replace(cls.of(spec, block_size, dtype, limits_windows), is_joined=is_joined)
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""
         windows: dict[int, list[int | None]] = {}
         for index, layer in enumerate(spec.layers):
             source = layer.attention.kv_source
-            windows.setdefault(index if source is None else source, []).append(layer.attention.window)
+            windows.setdefault(index if source is None else source, []).append(layer.attention.kept_window)
         flags = [None not in windows.get(index, [None]) and shape != (0, 0) for index, shape in enumerate(self.layer_shapes)]
         largest = [window for index, flag in enumerate(flags) if flag for window in windows[index] if window is not None]
         return replace(self, window_tokens=max(largest), is_windowed=tuple(flags)) if largest else self
@@ -237,6 +253,11 @@ class KvSpec:
         return self.bytes_per_token * self.block_size - self.window_bytes_per_block
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the host tier: of a block or, where no layer has attention, of a recurrent state."""
+        return self.bytes_per_block or self.bytes_per_state
+
+    @property
     def window_bytes_per_block(self) -> int:
         """Bytes of one block over the layers of the window group."""
         layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
@@ -251,8 +272,9 @@ class KvSpec:
             for layer, (heads, dim) in enumerate(self.layer_shapes):
                 dtype = self.dtype_of(layer)
                 bits = QUANTIZED_KV_BITS[dtype][place] if dtype in QUANTIZED_KV_BITS else 8 * DTYPE_BYTES[dtype]
+                size = self.index_dims[layer] if place == 1 and self.index_dims else dim
                 if heads > 0:
-                    rows.append((name, layer, self.block_size * dim * bits // 8))
+                    rows.append((name, layer, self.block_size * size * bits // 8))
                 if heads > 0 and dtype in QUANTIZED_KV_BITS:
                     scales.append((f"{name}_scale", layer, self.block_size * _SCALE_BYTES))
         return rows + sorted(scales, key=lambda scale: (scale[1], scale[0]))

@@ -28,6 +28,7 @@ class GatedDeltaSpec:
     gate_rank  Kimi delta attention (https://arxiv.org/abs/2510.26692): a decays each row of S by itself, a and z are made by
                two matrices each, of this rank between them, and the output is gated by the sigmoid of z, normalised in f32.
                None: as above
+    write_scale  multiplies beta (OLMo Hybrid: 2, so that eigenvalues may be negative)
     """
 
     num_k_heads: int
@@ -37,6 +38,7 @@ class GatedDeltaSpec:
     conv_size: int
     norm_eps: float
     gate_rank: int | None = None
+    write_scale: float = 1.0
 
     @property
     def conv_channels(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.mixer_spec import MixerSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec, CompressionSpec, SharedKvSpec
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -141,6 +142,8 @@ class AttentionSpec:
     query_scaling  None: queries are the same at any position
     clip_qkv       q, k and v are clipped to [-clip_qkv, clip_qkv] as they are projected (OLMo)
     softcap        scores become softcap * tanh(scores / softcap), before the mask
+    alibi_slopes   of each head, what a score loses for each token between query and key (ALiBi, https://arxiv.org/abs/2108.12409);
+                   empty: nothing
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
@@ -154,6 +157,10 @@ class AttentionSpec:
                    either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
+    shared_kv      multi-query attention whose key and value are one row; num_kv_heads is 1
+    v_dim, v_scale the size of a value, at most head_dim, and what multiplies values; None: head_dim. The cache has zeros after
+                   smaller values
+    block_indexer  chooses blocks of keys that queries attend to; None: they attend to all keys before them
     """
 
     num_heads: int
@@ -170,6 +177,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     clip_qkv: float | None = None
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
     is_softmax_f32: bool = True
     has_sinks: bool = False
     is_qk_norm_last: bool = False
@@ -180,11 +188,42 @@ class AttentionSpec:
     has_output_gate: bool = False
     latent: LatentSpec | None = None
     is_causal: bool = True
+    shared_kv: SharedKvSpec | None = None
+    block_indexer: BlockIndexerSpec | None = None
+    v_dim: int | None = None
+    v_scale: float = 1.0
+
+    @property
+    def compression(self) -> CompressionSpec | None:
+        """The compressed entries that it attends to beside its window; None: there are none."""
+        return None if self.shared_kv is None else self.shared_kv.compression
+
+    @property
+    def kept_window(self) -> int | None:
+        """How many last tokens must stay in the cache of the layer, those that the next entry is made of too; None: all."""
+        if self.window is None or self.compression is None:
+            return self.window
+        return max(self.window, self.compression.num_source_tokens)
+
+    @property
+    def cached_size(self) -> int:
+        """The values of a key in the cache: with compression, what entries are made of stands after it."""
+        return self.head_dim + (0 if self.compression is None else sum(self.compression.source_sizes(self.head_dim)))
 
     @property
     def output_size(self) -> int:
         """The size of what the heads give together, which the o projection reads."""
-        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        return self.num_heads * (self.value_size if self.latent is None else self.latent.value_dim)
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether values are as large as keys, and stored as they are projected."""
+        return self.value_size == self.head_dim and self.v_scale == 1.0
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
@@ -193,10 +232,13 @@ NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
 
 @dataclass(frozen=True, slots=True)
 class GateClamp:
-    """A gate that takes g = min(gate, limit) and u = up within -limit and limit, and gives (u + 1) * g * sigmoid(slope * g)."""
+    """A gate that takes g = min(gate, limit) and u = up within -limit and limit, and gives (u + 1) * g * sigmoid(slope * g).
+
+    slope  None: it gives activation(g) * u (DeepSeek-V4)
+    """
 
     limit: float
-    slope: float
+    slope: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +282,7 @@ class MoeSpec:
     is_renormalized  the chosen weights are divided by their sum
     is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
     has_router_bias  the router's logits have a bias
-    scoring          "softmax" over the experts, "sigmoid" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
+    scoring          "softmax" over the experts, "sigmoid" or "sqrt_softplus" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
     has_correction   a bias is added to the scores for choosing, but not to the weights (DeepSeek-V3)
     groups           None: the experts are not grouped
     least_sum        the least that renormalised weights are divided by
@@ -260,6 +302,8 @@ class MoeSpec:
     has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
     latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
                      the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
+    output_scale     multiplies the sum of all experts in the end (Cohere 2 takes the mean of it and the shared expert)
+    has_token_table  the experts of a token are those that a table has for its id, weighed by their scores (DeepSeek-V4)
     """
 
     num_experts: int
@@ -268,7 +312,7 @@ class MoeSpec:
     is_renormalized: bool = True
     is_weight_f32: bool = False
     has_router_bias: bool = False
-    scoring: Literal["softmax", "sigmoid", "sparse"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus", "sparse"] = "softmax"
     has_correction: bool = False
     groups: ExpertGroups | None = None
     least_sum: float = 0.0
@@ -284,6 +328,8 @@ class MoeSpec:
     has_expert_scale: bool = False
     latent_size: int | None = None
     has_latent_bias: bool = False
+    output_scale: float = 1.0
+    has_token_table: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -346,6 +392,28 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Hyper-connections whose mixing is doubly stochastic (mHC, https://arxiv.org/abs/2512.24880): residual streams.
+
+    Each block reads a sum of the streams and is added to all of them, which are mixed with one another, by weights that depend
+    on the streams.
+
+    num_iterations  of normalising rows and columns of the mixing (Sinkhorn and Knopp); eps is added to what they divide by
+    norm            of all streams together, from which the weights are made
+    """
+
+    num_streams: int
+    num_iterations: int
+    eps: float
+    norm: NormSpec
+
+    @property
+    def num_weights(self) -> int:
+        """Of a block: what it reads of each stream, what is added to each, and the mixing."""
+        return self.num_streams * (2 + self.num_streams)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedBlockSpec:
     """A transformer block before the mixer of a layer, whose weights several layers share (Zamba 2, arXiv 2411.15242).
 
@@ -380,6 +448,7 @@ class LayerSpec:
     attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
                  (Falcon-H1)
     shared_block  attention and mlp are a block before the mixer; None: they are not
+    hyper        the same in all layers of a model; None: there is one residual stream
     """
 
     attention: AttentionSpec
@@ -399,11 +468,18 @@ class LayerSpec:
     attention_out_scale: float = 1.0
     mixer_out_scale: float = 1.0
     shared_block: SharedBlockSpec | None = None
+    hyper: HyperSpec | None = None
 
     @property
     def is_mlp_only(self) -> bool:
         """Whether the layer has a feed-forward block and nothing else."""
         return self.attention == NO_ATTENTION and self.mixer is None
+
+    @property
+    def has_clamped_mlp(self) -> bool:
+        """Whether the gate of its feed-forward block, or of its shared expert, is clamped."""
+        mlp = self.mlp.shared if isinstance(self.mlp, MoeSpec) else self.mlp
+        return mlp is not None and mlp.clamp is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +527,15 @@ class ModelSpec:
         return any(layer.mixer is not None for layer in self.layers)
 
     @property
+    def chain_reason(self) -> str | None:
+        """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
+        if self.has_recurrent_state:
+            return "a recurrent state"
+        if any(layer.attention.block_indexer is not None for layer in self.layers):
+            return "an indexer of blocks of keys"
+        return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
+
+    @property
     def is_causal(self) -> bool:
         """Whether a token's hidden state depends only on the tokens before it: prompts may be cut, and their KV reused."""
         return all(layer.attention.is_causal for layer in self.layers)
@@ -459,6 +544,11 @@ class ModelSpec:
     def altup(self) -> AltUpSpec | None:
         """The alternating updates of its layers; None: there is one residual stream."""
         return self.layers[0].altup if self.layers else None
+
+    @property
+    def hyper(self) -> HyperSpec | None:
+        """The hyper-connections of its layers; None: there is one residual stream."""
+        return self.layers[0].hyper if self.layers else None
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

@@ -31,6 +31,8 @@ class SchedulerConfig:
                             is off, as the KV of equal prefixes differs then
     num_host_pages          pages (full KV blocks) that the host tier holds; 0: there is none
     max_page_saves          pages that one step may save; more are dropped
+    num_state_pages         pages of the host tier that a recurrent state takes; 0: there is no such state, or no host tier
+    has_block_pages         blocks have bytes, and so pages; False: no layer has attention
     kv_save                 see EngineConfig
     loads_aside             pages are loaded next to the steps, so that a sequence is not computed before its own are there
     window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
@@ -55,6 +57,8 @@ class SchedulerConfig:
     computes_whole_prompts: bool = False
     num_host_pages: int = 0
     max_page_saves: int = 1024
+    num_state_pages: int = 0
+    has_block_pages: bool = True
     kv_save: KvSave = "reused"
     loads_aside: bool = False
     window_tokens: int | None = None
@@ -87,6 +91,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             require(value is None or is_int(value, 0), name, value, "None or an integer >= 0")
         require(is_int(self.num_host_pages, 0), "num_host_pages", self.num_host_pages, "an integer >= 0")
+        least = int(self.num_host_pages > 0 and self.num_state_checkpoints is not None)
+        require(is_int(self.num_state_pages, least), "num_state_pages", self.num_state_pages, f"an integer >= {least}")
         require(self.kv_save in KV_SAVES, "kv_save", self.kv_save, f"one of {KV_SAVES}")
         threshold = self.long_prefill_token_threshold
         require(is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")

@@ -11,8 +11,9 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from quire.base.errors import ConfigError
@@ -25,6 +26,7 @@ from quire.contracts.step import StepPlan, StepResult
 from quire.contracts.tier_stats import TierStats
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.state_pages import MissingPages
 from quire.kv.tiers.disk_store import DiskStore
 from quire.kv.tiers.host_slab import HostSlab
 from quire.worker.tiers import tier_fingerprint
@@ -43,6 +45,8 @@ _RETRY = 1.05
 """Each refused load lets the expected rate rise by this much, so that a disk that was slow once is tried again."""
 _CLOSE_S = 5.0
 """How long `close` waits for the thread, which may be in the middle of a read or a write."""
+_TOUCH_S = 2.0
+"""Uses of pages are told to the index together, after so long: it then writes, and sometimes syncs, and look-ups wait."""
 _WRITE_BYTES = 4 << 20
 """Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
@@ -51,14 +55,16 @@ _WRITE_BYTES = 4 << 20
 class _Load:
     """What is read for a request. found, done and is_read are written by the thread.
 
-    found  the keys that the store has, of those asked for; None: it was not asked yet
+    found  the keys of the pages to read, of those that the store has; None: it was not asked yet
+    num_blocks  that are not computed with them
     slots  reserved for them, in order
     done   pages that were read, from the first on
     """
 
     request: Request
-    keys: list[int]
+    missing: MissingPages
     found: list[int] | None = None
+    num_blocks: int = 0
     slots: list[int] = field(default_factory=list[int])
     done: int = 0
     is_read: bool = False
@@ -96,11 +102,14 @@ class DiskTier:
     def __init__(self, store: DiskStore, slab: HostSlab, scheduler: Scheduler, tier: HostTier) -> None:
         self._store, self._slab, self._scheduler, self._tier = store, slab, scheduler, tier
         self._loads: dict[RequestId, _Load] = {}
+        self._asked: list[_Load] = []  # to be looked up together: each wake-up of the thread costs the steps some time
         self._abandoned: list[_Load] = []
         self._written: deque[Sequence[int]] = deque()  # slots to unpin
         self._num_writing = 0
         self._jobs: deque[Callable[[], None]] = deque()  # look-ups and reads, which come before writes
         self._writes: deque[list[tuple[int, int, float]]] = deque()  # key, slot, and how much longer the page is to be kept
+        self._touched: dict[int, float] = {}  # keys of pages that were used, and how much longer each is to be kept
+        self._touch_at_s = 0.0
         self._wake, self._is_news = threading.Condition(), threading.Event()
         self._is_closing = self._is_broken = self._is_warned = False
         self._paused_until_s = 0.0
@@ -128,21 +137,24 @@ class DiskTier:
         """Look for a request's pages; return whether it is kept aside until `take_ready` returns it."""
         if self._is_broken:
             return False
-        keys = self._scheduler.missing_keys(request)
-        if not keys:
+        missing = self._scheduler.missing_pages(request)
+        if not missing:
             return False
-        load = _Load(request, keys, deadline_s=time.monotonic() + max(_MIN_WAIT_S, self._computing_s(len(keys))))
+        wait_s = max(_MIN_WAIT_S, self._computing_s(missing.num_blocks))
+        load = _Load(request, missing, deadline_s=time.monotonic() + wait_s)
         self._loads[request.request_id] = load
-        self._submit(lambda: self._find(load))
+        self._asked.append(load)
         return True
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something is found or read, or the time is over."""
+        self._look_up()
         if self._is_news.wait(timeout_s):
             self._is_news.clear()
 
     def take_ready(self, now: float) -> list[Request]:
         """Return the requests that need not wait any more; their pages are held in the host tier until they are admitted."""
+        self._look_up()
         self._take_written()
         for load in [load for load in self._abandoned if load.is_read]:
             self._abandoned.remove(load)
@@ -188,7 +200,7 @@ class DiskTier:
             self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
         uses = self._tier.take_uses()
         if uses and not self._is_broken:
-            self._submit(lambda: self._touch(uses, uses))
+            self._touch_later(uses)
         slots = self._tier.saved_slots(result.done_moves)
         pages = [(key, slot) for slot in slots if (key := self._tier.key_of(slot)) is not None]
         if not pages:
@@ -228,6 +240,11 @@ class DiskTier:
             self._wake.notify()
         self._thread.join(_CLOSE_S)
 
+    def _look_up(self) -> None:
+        loads, self._asked = self._asked, []
+        if loads:
+            self._submit(lambda: self._find(loads))
+
     def _is_ready(self, load: _Load, now: float) -> bool:
         """Move a load on; return whether its request need not wait for it any more."""
         if load.found is None:
@@ -237,9 +254,12 @@ class DiskTier:
             self._let_go(load, 0)
             return True
         if not load.slots:
-            if not load.found or not self._pays(len(load.found)):
+            if not load.found or not self._pays(len(load.found), load.num_blocks):
                 return True
             load.slots = self._tier.reserve(len(load.found))
+            if load.missing.num_state_pages and len(load.slots) < len(load.found):  # the state is last
+                self._tier.unpin(load.slots)
+                load.slots = []
             if not load.slots:
                 return True
             expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
@@ -257,9 +277,9 @@ class DiskTier:
         self._let_go(load, done)
         return True
 
-    def _computing_s(self, num_pages: int) -> float:
-        """Return how long the tokens of pages are expected to take to compute; a second while nothing was measured."""
-        num_tokens = num_pages * self._scheduler.config.block_size
+    def _computing_s(self, num_blocks: int) -> float:
+        """Return how long the tokens of blocks are expected to take to compute; a second while nothing was measured."""
+        num_tokens = num_blocks * self._scheduler.config.block_size
         return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
 
     def _let_go(self, load: _Load, first: int) -> None:
@@ -271,13 +291,13 @@ class DiskTier:
         elif load.slots:
             self._abandoned.append(load)
 
-    def _pays(self, num_pages: int) -> bool:
-        """Return whether reading pages is expected to be faster than computing their tokens."""
+    def _pays(self, num_pages: int, num_blocks: int) -> bool:
+        """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
         if self._bytes_per_s is None or self._tokens_per_s is None:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
         read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
-        if read_s < _MAX_SHARE * self._computing_s(num_pages):
+        if read_s < _MAX_SHARE * self._computing_s(num_blocks):
             return True
         self._bytes_per_s *= _RETRY
         self.stats.num_declined += 1
@@ -289,28 +309,35 @@ class DiskTier:
             self._wake.notify()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closing:
+            job: Callable[[], None] | None = None
             with self._wake:
-                self._wake.wait_for(lambda: self._is_closing or self._jobs or self._writes)
-                if self._is_closing:
-                    break
-                job = self._jobs.popleft() if self._jobs else None
-                pages = self._writes.popleft() if job is None else []
+                wait_s = self._touch_at_s - time.monotonic() if self._touched else None
+                if self._jobs:
+                    job = self._jobs.popleft()
+                elif wait_s is not None and wait_s <= 0:
+                    job = self._touch
+                elif self._writes:
+                    job = partial(self._write, self._writes.popleft())
+                elif not self._is_closing:
+                    self._wake.wait(wait_s)
             if job is not None:
                 job()
-            else:
-                self._write(pages)
-            self._is_news.set()
+                self._is_news.set()
+        if self._touched:
+            self._touch()
         self._store.close()
 
-    def _find(self, load: _Load) -> None:
-        found: list[int] = []
-        try:
-            found = [] if load.is_cancelled or self._is_broken else self._store.find(load.keys)
-        except (OSError, sqlite3.Error) as error:
-            self._break(error)
-        finally:
-            load.found = found
+    def _find(self, loads: Iterable[_Load]) -> None:
+        for load in loads:
+            found: list[int] = []
+            try:
+                if not load.is_cancelled and not self._is_broken:
+                    found, load.num_blocks = load.missing.choose(self._store.find)
+            except (OSError, sqlite3.Error) as error:
+                self._break(error)
+            finally:
+                load.found = found
 
     def _read(self, load: _Load) -> None:
         started_s = time.monotonic()
@@ -320,7 +347,7 @@ class DiskTier:
                 if load.is_cancelled or self._is_closing or not self._store.read(key, self._slab.page(slot)):
                     break
                 load.done += 1
-            self._touch(keys[: load.done])
+            self._touch_later(dict.fromkeys(keys[: load.done], 0.0))
         except (OSError, sqlite3.Error) as error:
             self._break(error)
         finally:
@@ -330,11 +357,21 @@ class DiskTier:
                 self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
-    def _touch(self, keys: Iterable[int], keep_s: dict[int, float] | None = None) -> None:
-        if time.monotonic() < self._paused_until_s:
+    def _touch_later(self, uses: Mapping[int, float]) -> None:
+        with self._wake:
+            if not self._touched:
+                self._touch_at_s = time.monotonic() + _TOUCH_S
+                self._wake.notify()
+            for key, keep_s in uses.items():
+                self._touched[key] = max(keep_s, self._touched.get(key, 0.0))
+
+    def _touch(self) -> None:
+        with self._wake:
+            uses, self._touched = self._touched, {}
+        if time.monotonic() < self._paused_until_s or self._is_broken:
             return
         try:
-            self._store.touch(keys, keep_s)
+            self._store.touch(uses, uses)
         except (OSError, sqlite3.Error) as error:
             self._pause(error)
 

@@ -32,8 +32,12 @@ def _refusal_of_model(spec: ModelSpec) -> str | None:
         return "with a recurrent state, or with attention in both directions"
     if any(one.window is not None for one in attentions):
         return "with sliding windows, which limit the KV cache already"
+    if any(one.block_indexer is not None for one in attentions):
+        return "with an indexer of blocks of keys, which counts tokens by their place in the cache"
     if any(one.latent is not None for one in attentions):
         return "with multi-head latent attention"
+    if any(one.alibi_slopes for one in attentions):
+        return "with ALiBi, whose scores depend on how far keys are away"
     return None
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import get_logger
+from quire.contracts.block_keys import state_page_keys
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.shared_slots import SharedSlots
@@ -44,7 +45,8 @@ _ID_PREFIX = "\0prefill-"
 class _Lending:
     """What the engine's thread knows of a job.
 
-    keys       of the wanted pages
+    keys       of the wanted pages; those of the recurrent state after the last block come last
+    last_key   of that block
     slots      pinned, one for each page that was saved or is being saved, in order
     num_lent   of them were given to the connection
     num_freed  of them were unpinned, as the peer has taken them
@@ -53,6 +55,7 @@ class _Lending:
     job: PrefillJob
     request_id: RequestId
     keys: list[int] = field(default_factory=list[int])
+    last_key: int = 0
     slots: list[int] = field(default_factory=list[int])
     num_lent: int = 0
     num_freed: int = 0
@@ -94,6 +97,7 @@ class PrefillService:
         """Whether new jobs are taken: others are told that this engine is busy."""
         self.max_lent_pages = max(1, int(tier.num_slots * _LENT_SHARE))
         self.num_lent_pages = 0
+        self._num_state_pages = scheduler.config.num_state_pages
         self._lent_s = 0.0
         self._outcomes: Counter[str] = Counter()
         self.server = PageServer(address, identity, self, nixl=nixl)
@@ -212,9 +216,11 @@ class PrefillService:
             os.close(self._wake_fd)
 
     def _request_of(self, job: PrefillJob, request_id: RequestId) -> Request:
+        # A state is kept at the last block border before the last token of a prompt, so one token more makes that the end.
+        extra = (0,) if self._num_state_pages else ()
         return Request(
             request_id=request_id,
-            prompt_token_ids=job.token_ids,
+            prompt_token_ids=(*job.token_ids, *extra),
             params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, priority=job.priority, detokenize=False),
             seed=0,
             cache_salt=job.cache_salt,
@@ -225,7 +231,7 @@ class PrefillService:
     def _check_job(self, job: PrefillJob) -> None:
         """Raise RefusedError for a job that this engine can never do."""
         num_tokens, block_size = len(job.token_ids), self._scheduler.config.block_size
-        if num_tokens % block_size or job.first_page + job.num_pages != num_tokens // block_size:
+        if num_tokens % block_size or job.first_page + job.num_pages != num_tokens // block_size + self._num_state_pages:
             last_page = job.first_page + job.num_pages - 1
             raise RefusedError("refused", f"{num_tokens} tokens are not pages {job.first_page} to {last_page}")
         if job.num_pages > self.max_lent_pages:
@@ -245,7 +251,9 @@ class PrefillService:
         self._num_jobs += 1
         lending = self._lendings[request_id] = _Lending(job, request_id)
         request = self._request_of(job, request_id)
-        lending.keys = self._scheduler.page_keys(request)[job.first_page :]
+        keys = self._scheduler.page_keys(request)
+        lending.last_key = keys[-1]
+        lending.keys = [*keys[job.first_page :], *state_page_keys(keys[-1], self._num_state_pages)]
         self._save_more(lending)
         if len(lending.slots) == len(lending.keys):
             lending.is_computed = True  # pool and host tier have all of them
@@ -282,8 +290,12 @@ class PrefillService:
             job.complete("" if is_all else lending.reason or "the pages were replaced before they could be saved")
 
     def _save_more(self, lending: _Lending) -> None:
-        for key in lending.keys[len(lending.slots) :]:
-            slot = self._scheduler.kv.save_page(key)
+        kv, num_blocks = self._scheduler.kv, len(lending.keys) - self._num_state_pages
+        for index in range(len(lending.slots), len(lending.keys)):
+            if kv.state_pages is None or index < num_blocks:
+                slot = kv.save_page(lending.keys[index])
+            else:
+                slot = kv.state_pages.save_page(lending.last_key, index - num_blocks)
             if slot is None:
                 return
             self._tier.pin([slot])

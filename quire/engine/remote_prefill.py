@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.base.ids import RequestId
+from quire.contracts.block_keys import state_page_keys
 from quire.contracts.request import Request
 from quire.contracts.step import StepPlan, StepResult
 from quire.contracts.tier_stats import TierStats
@@ -121,19 +122,23 @@ class RemotePrefill:
         block_size = self._scheduler.config.block_size
         num_pages = self._scheduler.num_cacheable_pages(request)
         keys = self._scheduler.page_keys(request)[:num_pages]
-        first_page = num_pages - len(self._scheduler.missing_keys(request))
+        missing = self._scheduler.missing_pages(request)
+        first_page = num_pages - len(missing.keys)
+        num_tokens = missing.num_blocks * block_size
         # Prefill engines have no adapters: what they would compute is the base model's.
-        reason = "adapter" if request.adapter_key else self._reason_to_stay(keys, first_page)
+        reason = "adapter" if request.adapter_key else self._reason_to_stay(keys, first_page, num_tokens)
         if reason is not None:
             self.local[reason] += 1
             return False
-        slots = self._tier.reserve(num_pages - first_page)
-        prefix_keys, keys = keys[:first_page], keys[first_page:][: len(slots)]
-        num_tokens = (first_page + len(keys)) * block_size
-        if len(keys) * block_size < self._min_tokens:
+        state_keys = state_page_keys(keys[-1], missing.num_state_pages)
+        slots = self._tier.reserve(len(missing.keys) + len(state_keys))
+        prefix_keys, keys = keys[:first_page], [*keys[first_page:], *state_keys][: len(slots)]
+        is_cut = len(keys) < len(missing.keys) + len(state_keys)
+        if is_cut and (state_keys or len(keys) * block_size < self._min_tokens):
             self._tier.unpin(slots)
             self.local["no_room"] += 1
             return False
+        num_tokens = (first_page + len(keys) - len(state_keys)) * block_size
         pull = Pull(
             token_ids=(*request.prompt_token_ids, *request.output_token_ids)[:num_tokens],
             cache_salt=request.cache_salt,
@@ -207,9 +212,9 @@ class RemotePrefill:
         """Give up all transfers."""
         self._client.close()
 
-    def _reason_to_stay(self, keys: list[int], first_page: int) -> str | None:
-        """Return why the pages from first_page on are computed here; None: a prefill engine is to be asked."""
-        num_tokens = (len(keys) - first_page) * self._scheduler.config.block_size
+    def _reason_to_stay(self, keys: list[int], first_page: int, num_tokens: int) -> str | None:
+        """Return why the pages from first_page on, which spare num_tokens, are computed here; None: a prefill engine is to be
+        asked."""
         if num_tokens < self._min_tokens:
             return "short"
         if not self._client.is_available:

@@ -8,7 +8,7 @@ from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.scheduler_config import SchedulerConfig
 from quire.worker.memory import max_num_batched_tokens, max_state_drafts
-from quire.worker.tiers import max_page_saves, num_host_pages
+from quire.worker.tiers import max_page_saves, num_host_pages, num_state_pages
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,8 @@ def make_scheduler_config(config: EngineConfig, report: ModelReport) -> Schedule
         max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
         num_host_pages=num_host_pages(config, report),
         max_page_saves=max_page_saves(report),
+        num_state_pages=num_state_pages(report.memory),
+        has_block_pages=report.memory.kv.bytes_per_block > 0,
         kv_save=config.kv_save,
         loads_aside=report.device != "cpu",
         window_tokens=report.memory.kv.window_tokens,

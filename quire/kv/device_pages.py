@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.base.errors import WorkerError
 from quire.kernels.triton.page_copy import copy_pages_launch
 from quire.kv.device_pool import DeviceKvPool
-from quire.kv.tiers.host_slab import HostSlab, staged_pages
+from quire.kv.tiers.host_slab import HostSlab, staged_pages, state_pieces
 
 
 class Mark(Protocol):
@@ -150,7 +150,8 @@ class DevicePages:
     step may then write the blocks; from the buffer they are copied to the host while steps run. A load is copied into another
     buffer, and from there into its blocks, in the stream of loads; steps that use these blocks wait for it, see `use`.
 
-    A page has all arrays of a block, layer by layer: key, value, and their scales.
+    A page has all arrays of a block, layer by layer: key, value, and their scales; or a part of a recurrent state, see
+    HostSlab.
     """
 
     def __init__(
@@ -159,15 +160,21 @@ class DevicePages:
         slab: HostSlab,
         make_stream: Callable[[], CopyStream] | None = None,
         first_byte: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
         """Take the buffers, and pin the memory of the slab.
 
         make_stream  None: as the device of the pool has them
         first_byte   of the pool's share of a page, see PageShare
+        num_checkpoints  the last rows of the pool's recurrent states, which are saved and loaded
         Raises WorkerError where the memory cannot be pinned.
         """
         self._pool, self._slab, self._layout, self._device = pool, slab, pool.page_layout(), pool.device
-        num_bytes = pool.spec.bytes_per_block
+        num_bytes = pool.spec.page_bytes
+        self._states = [tensor for layer in pool.states for tensor in layer if num_checkpoints and tensor.numel() > 0]
+        sizes = [tensor.nbytes // len(tensor) for tensor in self._states]
+        self._state_pieces = state_pieces(sizes, 0, sum(sizes), num_bytes)
+        self._num_checkpoints = num_checkpoints
         self._slots = torch.from_numpy(slab.slots())[:, first_byte : first_byte + num_bytes]
         num_places = staged_pages(num_bytes, slab.num_slots)
         self._saved, self._loaded = (
@@ -185,8 +192,9 @@ class DevicePages:
     def warm_up(self) -> None:
         """Compile the kernels, and start the streams, before anything waits for them; no block may be in use. Slot 0 keeps its
         page."""
-        self.move(0, [], [(0, 0)])
-        self.move(0, [(0, 0)], [])
+        block_id = 0 if self._pool.spec.bytes_per_block else self._pool.num_blocks
+        self.move(0, [], [(0, block_id)])
+        self.move(0, [(block_id, 0)], [])
         self.settle()
         self.take_done()
         self._slab.save_s = self._slab.load_s = 0.0
@@ -206,6 +214,12 @@ class DevicePages:
         loaded = [self._load(group, of_loads) for group in _groups(loads, len(self._loaded))]
         load_blocks = frozenset(block_id for _, block_id in loads)
         self._moves.append(_Move(step_id, saved, loaded, save_slots, load_slots, load_blocks))
+
+    def use_states(self, checkpoints: Iterable[int]) -> None:
+        """Have the steps that are launched from now on wait for loads into these checkpoints."""
+        count = len(self._state_pieces)
+        firsts = (self._pool.num_blocks + checkpoint * count for checkpoint in checkpoints if self._moves)
+        self.use(first + page for first in firsts for page in range(count))
 
     def use(self, block_ids: Iterable[int]) -> None:
         """Have the steps that are launched from now on wait for loads into these blocks."""
@@ -275,10 +289,26 @@ class DevicePages:
         return found
 
     def _copy(self, pages: Tensor, block_ids: Sequence[int], places: Sequence[int], to_pages: bool) -> None:
-        numbers = torch.tensor([block_ids, list(places)], dtype=torch.int64)
+        pairs = list(zip(block_ids, places, strict=True))
+        for block_id, place in pairs:
+            if block_id >= self._pool.num_blocks:
+                self._copy_state(pages[place], block_id - self._pool.num_blocks, to_pages)
+        blocks = [pair for pair in pairs if pair[0] < self._pool.num_blocks]
+        if not blocks:
+            return
+        numbers = torch.tensor(blocks, dtype=torch.int64).t().contiguous()
         if self._device.type == "cuda":
             numbers = numbers.pin_memory().to(self._device, non_blocking=True)
         copy_pages_launch(self._pool.memory, pages, self._layout, numbers[0], numbers[1], to_pages).run()
+
+    def _copy_state(self, page: Tensor, number: int, to_pages: bool) -> None:
+        checkpoint, part = divmod(number, len(self._state_pieces))
+        for index, first, place, size in self._state_pieces[part]:
+            rows = self._states[index]
+            row = rows[len(rows) - self._num_checkpoints + checkpoint].view(-1).view(torch.uint8)
+            copied = (page[place : place + size], row[first : first + size])
+            target, source = copied if to_pages else copied[::-1]
+            target.copy_(source)
 
 
 def _groups(pairs: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:

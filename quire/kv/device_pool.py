@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvSpec
+from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvDtype, KvSpec
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.page_copy import PageLayout
@@ -21,7 +21,7 @@ _ALIGNMENT = 256
 
 class DeviceKvPool:
     """Per layer a KvCache whose k and v are [num_blocks, kv_heads, block_size, head_dim], or head_dim / 2 bytes of codes of
-    four bits; quantised ones have scales.
+    four bits; quantised ones have scales. Layers may differ, see KvSpec.layer_dtypes.
 
     The memory is taken at once, in one piece, and not written: nothing reads what no token was stored in. Where the spec says
     that they are joined, v is k. The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of
@@ -39,12 +39,12 @@ class DeviceKvPool:
         self.num_blocks = num_blocks
         self.device = device
         self.is_windowed = spec.is_windowed or (False,) * len(spec.layer_shapes)
-        dtypes, is_quantised = _dtypes_of(spec), spec.dtype in QUANTIZED_KV_BITS
         shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []  # five a layer: k, v, their scales, index
         for layer, ((heads, dim), is_windowed) in enumerate(zip(spec.layer_shapes, self.is_windowed, strict=True)):
             shape = (num_window_blocks if is_windowed else num_blocks, heads, spec.block_size)
+            dtypes = kv_dtypes(spec.dtype_of(layer))
             rows = [((*shape, width_of(dtype, dim)), dtype) for dtype in dtypes]
-            scales = [(shape, torch.float32) if is_quantised else None] * 2
+            scales = [(shape, torch.float32) if spec.dtype_of(layer) in QUANTIZED_KV_BITS else None] * 2
             index_dim = spec.index_dims[layer] if spec.index_dims else 0
             own = [*rows, *scales, ((*shape, index_dim), dtypes[0]) if index_dim else None]
             if spec.is_joined:
@@ -56,18 +56,13 @@ class DeviceKvPool:
             assert k is not None
             self.caches.append(KvCache(k, k if v is None else v, k_scales, k_scales if v is None else v_scales, index))
 
-        wide = torch.float32 if is_quantised else getattr(torch, spec.dtype)
+        wide = torch.float32 if spec.dtype in QUANTIZED_KV_BITS else getattr(torch, spec.dtype)
         self.states = [
             tuple(
                 torch.empty(num_states, *one.shape, dtype=torch.float32 if one.is_f32 else wide, device=device) for one in layer
             )
             for layer in spec.state_shapes
         ]
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether values, or keys and values, are codes of four bits, which fused layers do not read."""
-        return any(cache.v.dtype == PACKED for cache in self.caches)
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole states [N] i64 in every layer, all on the device; all sources are read before any target is written."""
@@ -127,11 +122,11 @@ def _take(
     return memory, tensors
 
 
-def _dtypes_of(spec: KvSpec) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of K and of V."""
-    if spec.dtype not in QUANTIZED_KV_BITS:
-        dtype = getattr(torch, spec.dtype)
+def kv_dtypes(kv_format: KvDtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of K and of V on a GPU."""
+    if kv_format not in QUANTIZED_KV_BITS:
+        dtype = getattr(torch, kv_format)
         return dtype, dtype
-    wide = torch.float8_e4m3fn if spec.dtype == "fp8" else torch.int8
-    k_bits, v_bits = QUANTIZED_KV_BITS[spec.dtype]
+    wide = torch.float8_e4m3fn if kv_format == "fp8" else torch.int8
+    k_bits, v_bits = QUANTIZED_KV_BITS[kv_format]
     return wide if k_bits == 8 else PACKED, wide if v_bits == 8 else PACKED

@@ -20,7 +20,8 @@ class KvPool:
     """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU or, for torch, on a device.
 
     A quantised layer has scales [num_blocks, kv_heads, block_size] f32 for K and V; those of other layers are empty, and there
-    are none where no layer is quantised. Of codes of four bits the tensor is u8 [num_blocks, kv_heads, block_size,
+    are none where no layer is quantised. With an indexer (KvSpec.index_dims) K has the latent rows, and V the indexer's keys,
+    [num_blocks, 1, block_size, index_dim]. Of codes of four bits the tensor is u8 [num_blocks, kv_heads, block_size,
     head_dim / 2]. How the values of a block lie in it is the kernels' affair: the shape says how many there are.
 
     The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of num_blocks. Where blocks or slots of
@@ -53,7 +54,8 @@ class KvPool:
                 k, v = (_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype])
                 num_scales = shape[:3]
             else:
-                k, v = (_zeros(shape, getattr(torch, dtype), device) for _ in range(2))
+                value_shape = (*shape[:3], spec.index_dims[layer]) if spec.index_dims else shape
+                k, v = (_zeros(each, getattr(torch, dtype), device) for each in (shape, value_shape))
                 num_scales = (0, *shape[1:3])
             self.k.append(k)
             self.v.append(v)

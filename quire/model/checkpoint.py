@@ -18,7 +18,7 @@ from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
 from quire.model.families.wrappers import NOT_TEXT
 from quire.model.mapped_files import MappedFiles
-from quire.model.parameters import Shape, float32_parameters, parameter_shapes
+from quire.model.parameters import Shape, float32_parameters, integer_parameters, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import has_weights, listing, open_tensors
 from quire.quant.parameters import Parameter, StoredParameter, load_all
@@ -69,13 +69,15 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
         wanted = {name: tensor for name, tensor in stored.items() if not page.ignored.fullmatch(name)}
         refuse_undeclared(wanted, expected, folder)
     _check_names(stored, expected, page, folder)
-    _check_tensors(stored, expected, folder)
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    tensors, exact = StoredTensors(stored, files), float32_parameters(spec)
+    integers = integer_parameters(spec)
+    _check_tensors(stored, expected, folder, {sources[name].groups[0][0].name for name in integers})
+    dtypes = dict.fromkeys(sources, getattr(torch, spec.dtype)) | dict.fromkeys(float32_parameters(spec), torch.float32)
+    dtypes |= dict.fromkeys(integers, torch.int64)
+    tensors = StoredTensors(stored, files)
     opened: dict[tuple[Source, Shape, torch.dtype, bool], CheckpointParameter] = {}  # layers that share weights share these
     parameters: dict[str, CheckpointParameter] = {}
     for name, source in sources.items():
-        kind = source, shapes[name], torch.float32 if name in exact else dtype, name in _LOOKED_UP
+        kind = source, shapes[name], dtypes[name], name in _LOOKED_UP
         parameters[name] = opened.setdefault(kind, CheckpointParameter(tensors, *kind[:3], is_dense=kind[3]))
     return _share_head(parameters, spec)
 
@@ -252,7 +254,7 @@ def _is_needless_bias(name: str, stored: Stored) -> bool:
     return not bool(bias.any())
 
 
-def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path) -> None:
+def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path, integers: Container[str]) -> None:
     wrong = [
         f"{name} has {list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -261,9 +263,17 @@ def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path) -> 
     if wrong:
         raise ModelFormatError(f"{folder}: {len(wrong)} tensors have the wrong shape for config.json: {listing(wrong)}")
     plain = {name: tensor for name in expected if isinstance(tensor := stored[name], Tensor)}
-    wrong = [f"{name} is {tensor.dtype}" for name, tensor in plain.items() if not _is_plain_float(tensor)]
+    wrong = [f"{name} is {tensor.dtype}" for name, tensor in plain.items() if name in integers and not _is_index(tensor)]
+    if wrong:
+        raise ModelFormatError(f"{folder}: tables of experts must be int64 or int32: {listing(wrong)}")
+    floats = {name: tensor for name, tensor in plain.items() if name not in integers}
+    wrong = [f"{name} is {tensor.dtype}" for name, tensor in floats.items() if not _is_plain_float(tensor)]
     if wrong:
         raise ModelFormatError(f"{folder}: weights must be float32, bfloat16, float16 or float64: {listing(wrong)}")
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int64, torch.int32)
 
 
 def _is_plain_float(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from quire.contracts.model_spec import (
     NO_MLP,
     AltUpSpec,
     AttentionSpec,
+    HyperSpec,
     IndexerSpec,
     LaurelSpec,
     LayerSpec,
@@ -29,9 +30,13 @@ from quire.contracts.model_spec import (
     QueryScaling,
     RopeSpec,
 )
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
 from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
+from quire.kernels.reference.block_sparse import attend_blocks
+from quire.kernels.reference.compressed_attention import EntryCache
+from quire.kernels.reference.hyper_connections import HyperWeights, connect, join_all
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
 from quire.kernels.reference.moe import ExpertExtras, mixture_of_experts, route, router_logits, run_experts
 from quire.kernels.reference.norm import normalize
@@ -40,6 +45,7 @@ from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_fac
 from quire.kv.pool import KvPool
 from quire.model.lora.deltas import LoraDeltas
 from quire.model.mixers import run_mixer
+from quire.model.shared_kv import Angles, SharedKvInputs, shared_kv_attention
 from quire.model.step_decoder import StepDecoder
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
 
@@ -107,6 +113,8 @@ class Decoder(StepDecoder):
         embeddings = x
         if spec.altup is not None:
             x = split_streams(x, self._parameters["altup_split.weight"])
+        if spec.hyper is not None:
+            x = x[:, None].repeat(1, spec.hyper.num_streams, 1)
         factors = {scaling: query_factors(scaling, positions, self.dtype) for scaling in self._scalings}
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
@@ -115,15 +123,31 @@ class Decoder(StepDecoder):
                 self._taps.append(x if spec.altup is None else x[spec.altup.active])
             source = spec.layers[index].attention.kv_source
             source = index if source is None else source
-            cache = LayerCache(kv.k[source], kv.v[source], kv.states[index] if kv.states else ())
+            states = kv.states[index] if kv.states else ()
+            cache = LayerCache(kv.k[source], kv.v[source], states, self._entry_caches(index, step, kv))
             own_inputs = None if inputs is None else inputs[:, index]
             dtype = self.dtype if spec.is_residual_f32 else None
-            extra = LayerInputs(factors, own_inputs, embeddings=embeddings, dtype=dtype)
+            extra = LayerInputs(factors, own_inputs, None, embeddings, dtype, token_ids, self._frequencies)
             own = step.window if step.window is not None and kv.spec.is_windowed[source] else step
             x = self._layers[index].forward(x, angles, own, cache, extra)
         if spec.altup is not None:
             x = join_streams(x, self._parameters["altup_join.weight"])
+        if spec.hyper is not None:
+            x = join_all(x, spec.hyper, hyper_weights(self._parameters, "hyper"))
         return self._norm(x, spec.final_norm, "final_norm").to(self.dtype)
+
+    def _entry_caches(self, index: int, step: AttentionMetadata, kv: KvPool) -> tuple[EntryCache, ...]:
+        """Return the caches of a layer's entries, and of its indexer's; see KvSpec.layer_shapes."""
+        attention, place = self.spec.layers[index].attention, len(self.spec.layers) + index
+        compression = attention.compression
+        if attention.block_indexer is not None:
+            return (EntryCache(kv.k[place], step.block_tables, attention.block_indexer.head_dim, rate=1),)
+        if compression is None:
+            return ()
+        entries = EntryCache(kv.k[place], step.block_tables, attention.head_dim, compression.rate)
+        if compression.indexer is None:
+            return (entries,)
+        return entries, EntryCache(kv.v[place], step.block_tables, compression.indexer.head_dim, compression.rate)
 
     def _per_layer_inputs(self, token_ids: Tensor, x: Tensor, spec: PerLayerInputs) -> Tensor:
         embedding, projection, norm = (self._parameters[f"per_layer_{name}.weight"] for name in ("embed", "proj", "norm"))
@@ -179,11 +203,12 @@ class Decoder(StepDecoder):
 
 
 class LayerCache(NamedTuple):
-    """One layer's tensors of a KvPool; states: the recurrent states of a mixer."""
+    """One layer's tensors of a KvPool; states: the recurrent states of a mixer; entries: what stands for several tokens."""
 
     k: Tensor
     v: Tensor
     states: Sequence[Tensor] = ()
+    entries: tuple[EntryCache, ...] = ()
 
 
 class LayerInputs(NamedTuple):
@@ -194,6 +219,8 @@ class LayerInputs(NamedTuple):
     attended   what attention reads where it is not the normed residual
     embeddings [T, H], what the first layer reads; None: no layer has a shared block
     dtype      what the residual is rounded to before the norm; None: it has that dtype
+    token_ids  [T] i64, of layers whose experts depend on them
+    frequencies  of each rope [dim / 2], of layers that rotate at other positions than those of the tokens
     """
 
     factors: Mapping[QueryScaling, Tensor] | None = None
@@ -201,6 +228,8 @@ class LayerInputs(NamedTuple):
     attended: Tensor | None = None
     embeddings: Tensor | None = None
     dtype: torch.dtype | None = None
+    token_ids: Tensor | None = None
+    frequencies: Mapping[RopeSpec, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +238,7 @@ class LayerPlace:
 
     angles  cos and sin of its rope; None: it has none
     factor  [T, 1, 1] that scales queries by their positions; None: no scaling
+    entries see LayerCache
     """
 
     angles: tuple[Tensor, Tensor] | None
@@ -216,6 +246,7 @@ class LayerPlace:
     k_cache: Tensor
     v_cache: Tensor
     factor: Tensor | None = None
+    entries: tuple[EntryCache, ...] = ()
 
     def rotate(self, heads: Tensor, is_interleaved: bool = False) -> Tensor:
         """Return heads [T, H, D] rotated."""
@@ -250,8 +281,11 @@ class DecoderLayer:
         cache: LayerCache,
         inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """Return the layer's output: as x, [T, H], or with alternating updates all streams [N, T, H]."""
+        """Return the layer's output, as x: [T, H], all streams [N, T, H] of alternating updates, or [T, N, H] of
+        hyper-connections."""
         spec, inputs = self.spec, inputs or LayerInputs()
+        if spec.hyper is not None:
+            return self._forward_connected(x, spec.hyper, angles, step, cache, inputs)
         if spec.is_mlp_only:
             return self._add(x, self._mlp(self._norm(x, spec.mlp_in, "mlp_in"), x))
         if spec.shared_block is not None:
@@ -280,6 +314,41 @@ class DecoderLayer:
         if spec.per_layer_gate is not None and inputs.per_layer is not None:
             x = self._add_per_layer(x, spec.per_layer_gate, inputs.per_layer)
         return x * self._parameters["layer_scale.weight"] if spec.has_scale else x
+
+    def _forward_connected(
+        self,
+        streams: Tensor,
+        hyper: HyperSpec,
+        angles: dict[RopeSpec, Angles],
+        step: AttentionMetadata,
+        cache: LayerCache,
+        inputs: LayerInputs,
+    ) -> Tensor:
+        attention = connect(streams, hyper, hyper_weights(self._parameters, "attn_hyper"))
+        read = self._norm(attention.read, self.spec.attn_in, "attn_in")
+        streams = attention.join(streams, self._shared_kv(read, angles, step, cache, inputs))
+        mlp = connect(streams, hyper, hyper_weights(self._parameters, "mlp_hyper"))
+        read = self._norm(mlp.read, self.spec.mlp_in, "mlp_in")
+        return mlp.join(streams, self._mlp(read, read, inputs.token_ids))
+
+    def _shared_kv(
+        self,
+        x: Tensor,
+        angles: dict[RopeSpec, Angles],
+        step: AttentionMetadata,
+        cache: LayerCache,
+        inputs: LayerInputs,
+    ) -> Tensor:
+        spec = self.spec.attention
+        rope, frequencies = spec.rope, inputs.frequencies
+        if rope is None or frequencies is None or spec.shared_kv is None:
+            raise InvariantError("attention with shared keys and values is run without a rope or its frequencies")
+
+        def angles_at(positions: Tensor) -> Angles:
+            return cos_sin(rope, frequencies[rope], positions, x.dtype)
+
+        own = SharedKvInputs(self._parameters, self._linear, angles[rope], angles_at, step, cache.k, cache.v, cache.entries)
+        return shared_kv_attention(x, spec, spec.shared_kv, own)
 
     def _modalities(self, x: Tensor, spec: AltUpSpec) -> Tensor:
         return modalities(self._norm(x, spec.norm, "altup.norm"), self._parameters["altup.router.weight"])
@@ -333,7 +402,7 @@ class DecoderLayer:
         if scaling is not None and factors is None:
             raise InvariantError("a layer that scales queries by their positions is run without factors")
         factor = None if scaling is None or factors is None else factors[scaling]
-        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
+        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor, cache.entries)
 
     def _run_mixer(self, x: Tensor, step: AttentionMetadata, cache: LayerCache) -> Tensor:
         assert self.spec.mixer is not None
@@ -377,7 +446,7 @@ class DecoderLayer:
         is_by_head = spec.qk_norm_over != "all"
         if not is_by_head:
             self._norm_qk(heads, spec)
-        heads = {name: y.view(len(x), -1, spec.head_dim) for name, y in heads.items()}
+        heads = {name: y.view(len(x), -1, spec.value_size if name == "v" else spec.head_dim) for name, y in heads.items()}
         if is_by_head and not spec.is_qk_norm_last:
             self._norm_qk(heads, spec)
         heads |= {name: place.rotate(y) for name, y in heads.items() if name != "v"}
@@ -385,16 +454,31 @@ class DecoderLayer:
             self._norm_qk(heads, spec)
         if spec.kv_source is None:
             v = self._norm(heads["v"], spec.v_norm, "v_norm")
+            if not spec.has_plain_values:
+                v = F.pad(v * spec.v_scale, (0, spec.head_dim - spec.value_size))
             store_kv(heads["k"], v, place.k_cache, place.v_cache, place.step.slots)
         sinks, q = self._parameters.get("sinks.weight"), place.scale(heads["q"])
         if self._query_copy is not None:
             rows, found = self._query_copy
             found.copy_(q[rows])
             self._query_copy = None
-        attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
+        if spec.block_indexer is None:
+            attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks)
+        else:
+            index = self._block_index(x, spec.block_indexer, place)
+            attended = attend_blocks(q, index, place.entries[0], (place.k_cache, place.v_cache), place.step, spec)
+        attended = attended[..., : spec.value_size].flatten(1)
         if spec.has_output_gate:
             attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
         return self._linear(attended, "o")
+
+    def _block_index(self, x: Tensor, spec: BlockIndexerSpec, place: LayerPlace) -> tuple[Tensor, Tensor]:
+        """Return the indexer's heads [T, H, D] and keys [T, D]."""
+        q, k = (
+            place.rotate(self._norm(self._linear(x, name).unflatten(-1, (-1, spec.head_dim)), spec.norm, f"{name}_norm"))
+            for name in ("index_q", "index_k")
+        )
+        return q, k[:, 0]
 
     def _norm_qk(self, heads: dict[str, Tensor], spec: AttentionSpec) -> None:
         """Normalise what there is of q and k, in the dict."""
@@ -422,7 +506,7 @@ class DecoderLayer:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
-            # The indexer's keys are stored in the value cache, since a latent row is both key and value.
+            # A latent row is both key and value: what would be the cache of values holds the indexer's keys.
             index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
             store_index_keys(keys, place.v_cache, place.step.slots)
@@ -445,7 +529,7 @@ class DecoderLayer:
         weights = self._linear(x, "index_weights").float() * spec.num_heads**-0.5
         return IndexQueries(q, weights), k[:, 0]
 
-    def _mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, residual: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the output of the feed-forward block; x is the residual, normed."""
         spec = self.spec.mlp
         if not isinstance(spec, MoeSpec):
@@ -453,14 +537,16 @@ class DecoderLayer:
             return y if spec.down_scale == 1.0 else y * spec.down_scale
         if spec.branch_norm is not None and spec.shared is not None:
             return self._branches(x, residual, spec, spec.branch_norm, spec.shared)
-        y = self._experts(x, spec)
-        return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        table = self._parameters.get("token_experts.weight")
+        y = self._experts(x, spec, None, None if table is None or token_ids is None else table[token_ids])
+        y = y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+        return y if spec.output_scale == 1.0 else y * spec.output_scale
 
-    def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None) -> Tensor:
+    def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None, chosen: Tensor | None = None) -> Tensor:
         modules = ("router", "experts.gate_up", "experts.down")
         biases = [self._parameters.get(f"{module}.bias") for module in (*modules, "correction")]
         adds = () if self._lora is None else (self._add_to_expert, self._add_to_router)
-        extra = ExpertExtras(*biases, self._parameters.get("expert_scale.weight"), router_input, *adds)
+        extra = replace(ExpertExtras(*biases, self._parameters.get("expert_scale.weight"), router_input, *adds), chosen=chosen)
         router, gate_up, down = (self._parameters[f"{module}.weight"] for module in modules)
         if spec.latent_size is None:
             return mixture_of_experts(x, spec, router, gate_up, down, extra)
@@ -497,3 +583,8 @@ class DecoderLayer:
         if spec.activation == "xielu":
             return apply_xielu(up, self._parameters["xielu_positive.weight"], self._parameters["xielu_negative.weight"])
         return ACTIVATIONS[spec.activation](up)
+
+
+def hyper_weights(parameters: Mapping[str, Tensor], name: str) -> HyperWeights:
+    """Return the parameters of one hyper-connection."""
+    return HyperWeights(*(parameters[f"{name}.{kind}"] for kind in ("weight", "bias", "scale")))

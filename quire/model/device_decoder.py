@@ -17,6 +17,7 @@ from quire.contracts.model_spec import ModelSpec
 from quire.kernels.reference.altup import join_streams, split_streams
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.norm import normalize
+from quire.kernels.triton.rotated_codes import PACKED
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder_layer import DeviceLayer
@@ -220,7 +221,7 @@ class DeviceDecoder:
         if self.stage is not None:
             x = self.stage.take_rows(len(token_ids), x)
         assert x is not None
-        is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
+        is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None
         # The first layer changes x in place.
         embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
         inputs = LayerInputs(None if self._embed is None else self._embed.per_layer_inputs(token_ids, x), embeddings)
@@ -272,8 +273,9 @@ class DeviceDecoder:
             cache, places = pool.caches[source], step
             if pool.is_windowed[source] and step.window is not None:
                 places = step.window
-            if is_few and layer.fused is not None and len(positions) <= layer.fused.most_tokens:
-                layer.fused.forward(x, positions, places, cache)
+            fused = None if cache.v.dtype == PACKED else layer.fused  # which does not read codes of four bits
+            if is_few and fused is not None and len(positions) <= fused.most_tokens:
+                fused.forward(x, positions, places, cache)
                 y = None
                 continue
             own_inputs = None if inputs.per_layer is None else inputs.per_layer[:, index]

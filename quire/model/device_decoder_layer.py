@@ -336,29 +336,8 @@ class DeviceLayer:
         """Return the output of the feed-forward block of y, the residual normalised."""
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
-            routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
-            routed = routed.float() if spec.is_router_f32 else routed
-            logits, lora = self._adapted(step, self._router(routed), routed, "router"), step.lora
-            read = read if spec.latent_size is None else self._product("latent_in", read, step)
-            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
-            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
-            if self.routing is not None:
-                extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
-            out, kind = self._run_experts(read, logits, spec, extra, lora)
-            out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            ranks = self._ranks
-            read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
-            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
-            if ranks is None:
-                branches = self._branches
-                return out if shared is None else out + shared if branches is None else branches.join(shared, out)
-            if shared is None:
-                return ranks.close_part(out, kind)
-            shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
-            if kind == shared_kind and self._branches is None:
-                return ranks.close_part(out + shared, kind)
-            out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
-            return out + shared if self._branches is None else self._branches.join(shared, out)
+            out = self._mixture(y, step, residual, spec, self._router)
+            return out if spec.output_scale == 1.0 else out * spec.output_scale
         both = self._product("gate_up", y, step)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
@@ -369,6 +348,34 @@ class DeviceLayer:
         if self._xielu is not None:
             return self._close("down", apply_xielu(both, *self._xielu), step)
         return self._close("down", activate(both, None, spec.activation), step)
+
+    def _mixture(
+        self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor, spec: MoeSpec, router: DeviceLinear
+    ) -> Tensor:
+        """Return the sum of the experts of y, the shared one included."""
+        routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
+        routed = routed.float() if spec.is_router_f32 else routed
+        logits, lora = self._adapted(step, router(routed), routed, "router"), step.lora
+        read = read if spec.latent_size is None else self._product("latent_in", read, step)
+        adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
+        extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
+        if self.routing is not None:
+            extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
+        out, kind = self._run_experts(read, logits, spec, extra, lora)
+        out = out if spec.latent_size is None else self._product("latent_out", out, step)
+        ranks = self._ranks
+        read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
+        shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
+        if ranks is None:
+            branches = self._branches
+            return out if shared is None else out + shared if branches is None else branches.join(shared, out)
+        if shared is None:
+            return ranks.close_part(out, kind)
+        shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
+        if kind == shared_kind and self._branches is None:
+            return ranks.close_part(out + shared, kind)
+        out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
+        return out + shared if self._branches is None else self._branches.join(shared, out)
 
     def _run_experts(
         self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras, lora: AddsAdapters | None

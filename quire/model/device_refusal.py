@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.base.errors import UnsupportedError
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 
 MAX_TAPS = 4
 """Of a causal convolution of the GPU kernels."""
@@ -26,8 +26,16 @@ def check_on_device(spec: ModelSpec, is_in_order: bool) -> None:
 
 
 def _refusal(layer: LayerSpec) -> str | None:
-    if isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None:
-        return "a clamped gate outside of a mixture of experts"
+    if layer.attention.alibi_slopes:
+        return "ALiBi"
+    if layer.attention.shared_kv is not None:
+        return "attention to compressed keys and values"
+    if layer.attention.block_indexer is not None:
+        return "attention to blocks of keys that an indexer chooses"
+    if not layer.attention.has_plain_values:
+        return "values that are smaller than keys, or scaled"
+    if layer.has_clamped_mlp:
+        return "a clamped gate outside of a mixture of experts, or of a shared expert"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
         return "xielu in a mixture of experts"
     if not layer.attention.is_causal:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
@@ -62,6 +62,10 @@ class DeviceShard:
 
         Raises ConfigError if a rank would have no part of a weight.
         """
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but on GPUs an indexer of keys ({spec.model_type}) runs on one rank"
+            )
         ranks = [ModelShard.of(spec, each, shares, placements, context_size) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]

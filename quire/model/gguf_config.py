@@ -201,11 +201,16 @@ def _gpt2(keys: GgufKeys) -> dict[str, object]:
     }
 
 
+def _starcoder(keys: GgufKeys) -> dict[str, object]:
+    return {**_gpt2(keys), "multi_query": keys.integer("attention.head_count_kv") == 1}
+
+
 _READERS: Mapping[str, Callable[[GgufKeys], dict[str, object]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
+    "gpt_bigcode": _starcoder,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,

@@ -8,7 +8,9 @@ from typing import cast
 
 from quire.base.errors import UnsupportedError
 from quire.model.gguf_common import (
+    RMS_EPS,
     SIGMOID,
+    SOFTMAX,
     has_bias,
     num_layers_of,
     read_common,
@@ -359,12 +361,118 @@ def _dots1(keys: GgufKeys) -> Config:
     return {**config, "attention_bias": has_bias(keys, "attn_q")}
 
 
+def _jais2(keys: GgufKeys) -> Config:
+    return {**read_common(keys, ("layer_norm_eps", _LAYER_EPS)), **_biases(keys, "ffn_up"), "hidden_act": "relu2"}
+
+
+def _bloom(keys: GgufKeys) -> Config:
+    config = read_common(keys, ("layer_norm_epsilon", _LAYER_EPS))
+    heads = {"n_layer": config["num_hidden_layers"], "n_head": config["num_attention_heads"]}
+    return {**config, **heads, "seq_length": config["max_position_embeddings"]}
+
+
+def _falcon(keys: GgufKeys) -> Config:
+    """Read Falcon 7B, 40B (two norms) or 11B."""
+    config = read_common(keys, ("layer_norm_epsilon", _LAYER_EPS))
+    has_two_norms = keys.has_tensor("blk.0.attn_norm_2.weight")
+    return {
+        **config,
+        "num_kv_heads": config["num_key_value_heads"],
+        "new_decoder_architecture": has_two_norms or config["num_key_value_heads"] != 1,
+        "num_ln_in_parallel_attn": 2 if has_two_norms else 1,
+        "ffn_hidden_size": config["intermediate_size"],
+        "bias": has_bias(keys, "attn_qkv"),
+    }
+
+
+def _granite_swa(keys: GgufKeys) -> Config:
+    if keys.integer("expert_count"):
+        raise UnsupportedError(f"{keys.file.path}: Granite with windows and experts is not supported as a GGUF file")
+    scales = {"attention_multiplier": keys.number("attention.scale"), "logits_scaling": keys.number("logit_scale", 1.0)}
+    scales |= {f"{name}_multiplier": keys.number(f"{name}_scale", 1.0) for name in ("embedding", "residual")}
+    window = keys.required("attention.sliding_window")
+    return {**_plain_llama(keys), **scales, "sliding_window": window, **_layer_types(keys, lambda index: index % 4 != 0)}
+
+
+def _layer_types(keys: GgufKeys, default: Callable[[int], bool]) -> Config:
+    """Return which layers have a window: those that the file names, or by a rule."""
+    slides = keys.flags("attention.sliding_window_pattern") or [default(index) for index in range(num_layers_of(keys))]
+    return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]}
+
+
+def _mellum(keys: GgufKeys) -> Config:
+    config = {**read_common(keys), **read_qwen3_experts(keys), "hidden_act": "silu"}
+    config |= {"sliding_window": keys.integer("attention.sliding_window") or None}
+    local = keys.number("rope.freq_base_swa", cast("float", config["rope_theta"]))
+    return {**config, **_layer_types(keys, lambda index: index % 4 < 3), "rope_local_base_freq": local}
+
+
+def _experts(keys: GgufKeys) -> Config:
+    """Return counts and sizes of experts under the names of most families."""
+    return {
+        "num_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
+        "hidden_act": "silu",
+    }
+
+
+def _afmoe(keys: GgufKeys) -> Config:
+    """Read AFMoE; what its files do not say is as in the released models."""
+    read_gating(keys, SIGMOID, SIGMOID)
+    keys.raw("expert_weights_norm")
+    return {
+        **read_common(keys),
+        **_experts(keys),
+        "num_shared_experts": keys.integer("expert_shared_count") or 0,
+        "num_dense_layers": keys.integer("leading_dense_block_count") or 0,
+        "route_scale": keys.number("expert_weights_scale", 1.0),
+        "sliding_window": keys.required("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
+    }
+
+
+def _hy_v3(keys: GgufKeys) -> Config:
+    read_gating(keys, SIGMOID, SIGMOID)
+    keys.raw("expert_weights_norm")
+    return {
+        **read_common(keys),
+        **_experts(keys),
+        "num_shared_experts": _num_shared(keys),
+        "router_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "mlp_bias": has_bias(keys, "ffn_up"),
+    }
+
+
+def _cohere2_moe(keys: GgufKeys) -> Config:
+    """Read Cohere 2 with experts; its files are of models that take the mean of experts and shared experts."""
+    is_rms = keys.raw("attention.layer_norm_rms_epsilon") is not None
+    config = {**read_common(keys, RMS_EPS if is_rms else ("layer_norm_eps", _LAYER_EPS)), **_experts(keys)}
+    keys.integer("expert_shared_feed_forward_length")
+    return {
+        **config,
+        "intermediate_size": config["moe_intermediate_size"],
+        "prefix_dense_intermediate_size": config["intermediate_size"],
+        "first_k_dense_replace": keys.integer("leading_dense_block_count") or 0,
+        "num_shared_experts": keys.integer("expert_shared_count") or 0,
+        "expert_selection_fn": "softmax" if read_gating(keys, SIGMOID, SOFTMAX, SIGMOID) == SOFTMAX else "sigmoid",
+        "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
+        "logit_scale": keys.number("logit_scale"),
+        "sliding_window": keys.required("attention.sliding_window"),
+        **_layer_types(keys, lambda index: index % 4 != 0),
+    }
+
+
 FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
+    "afmoe": _afmoe,
     "apertus": _apertus,
     "arcee": _arcee,
     "baichuan": _baichuan,
+    "bloom": _bloom,
     "chatglm": _chatglm,
     "cohere2": _cohere2,
+    "cohere2moe": _cohere2_moe,
     "command-r": _cohere,
     "dots1": _dots1,
     "ernie4_5": _ernie4_5,
@@ -372,14 +480,19 @@ FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "exaone": _plain_llama,
     "exaone-moe": _exaone_moe,
     "exaone4": _exaone4,
+    "falcon": _falcon,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gptneox": _gpt_neox,
+    "granite_swa": _granite_swa,
     "granitemoe": _granite_moe,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe,
+    "hy_v3": _hy_v3,
     "internlm2": _plain_llama,
+    "jais2": _jais2,
     "llama4": _llama4,
+    "mellum": _mellum,
     "minicpm": _minicpm,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,

@@ -78,8 +78,13 @@ def _rotated(keys: GgufKeys, config: Config) -> Config:
 
 
 def _deepseek2(keys: GgufKeys) -> Config:
-    """Read DeepSeek V2 (softmax) or V3, R1, Kimi K2 and GLM-4.7-Flash (sigmoid)."""
-    config = {**_rotated(keys, read_latent(keys)), **read_deepseek_experts(keys)}
+    """Read DeepSeek V2 (softmax) or V3, R1, Kimi K2 and GLM-4.7-Flash (sigmoid); without experts Youtu-LLM."""
+    config = _rotated(keys, read_latent(keys))
+    if not keys.integer("expert_count"):
+        for name in ("expert_shared_count", "leading_dense_block_count"):
+            keys.raw(name)
+        return {**config, "model_type": "youtu", "rope_interleave": True}
+    config |= read_deepseek_experts(keys)
     if read_gating(keys, SOFTMAX, SOFTMAX, SIGMOID) == SIGMOID:
         return {**config, "rope_interleave": True}
     method = "group_limited_greedy" if cast("int", config["n_group"]) > 1 else "greedy"

@@ -62,6 +62,21 @@ _GPT_NEOX = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+_FALCON = {
+    **_PRE_NORM,
+    "attn_norm_2": "ln_attn",
+    "attn_qkv": "self_attention.qkv",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_AFMOE = {
+    **_PRE_NORM,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "attn_gate": "self_attn.gate_proj",
+}
 _DEEPSEEK2 = {
     **_PRE_NORM,
     "attn_q_a": "self_attn.q_a_proj",
@@ -181,6 +196,10 @@ _LFM2_TOP = {**_TOP, "output_norm": "embedding_norm", "token_embd_norm": "embedd
 _BACKBONE_TOP = {"token_embd": "embeddings", "output_norm": "norm_f", "output": "lm_head"}
 _PHI2_TOP = {**_TOP, "output_norm": "final_layernorm"}
 _GPT_NEOX_TOP = {"token_embd": "embed_in", "output_norm": "final_layer_norm", "output": "lm_head"}
+_FALCON_TOP = {
+    **{"token_embd": "word_embeddings", "token_embd_norm": "word_embeddings_layernorm", "output_norm": "ln_f"},
+    "output": "lm_head",
+}
 _GPT2_TOP = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
 _MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 _QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -189,7 +208,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors that are read with the metadata: divisors of the rotary frequencies."""
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|indexer\.)?\w+)\.(weight|bias|scale)")
-_BARE_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ssm_[ad])")
+_BARE_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ssm_[ad]|exp_probs_b)")
 _BARE_NORM = re.compile(r"blk\.\d{1,6}\.ffn_norm")
 """As files of Falcon-H1 name it."""
 _STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
@@ -339,21 +358,26 @@ _GEMMA4_MOE = GgufArchitecture(
 )
 _KIMI = GgufArchitecture("kimi_linear", _KIMI_LINEAR, expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
 _PHIMOE = GgufArchitecture("phimoe", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
+_BLOOM = {**_FALCON, "attn_qkv": "self_attention.query_key_value"}
 ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "afmoe": replace(_moe("afmoe", _AFMOE, correction="mlp.expert_bias"), router="router.gate", rows=()),
     "apertus": GgufArchitecture("apertus", _APERTUS),
     "arcee": GgufArchitecture("arcee", is_permuted=True),
     "baichuan": GgufArchitecture("llama", is_permuted=True, also=("baichuan",)),
+    "bloom": GgufArchitecture("bloom", _BLOOM, _FALCON_TOP, layers="h", is_qkv_by_head=True),
     "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
     "cohere2": GgufArchitecture("cohere2"),
+    "cohere2moe": _moe("cohere2_moe", _PRE_NORM),
     "command-r": GgufArchitecture("cohere"),
-    "deepseek2": replace(_moe("deepseek_v3", _DEEPSEEK2), also=("deepseek_v2", "glm4_moe_lite", "kimi_k2")),
+    "deepseek2": replace(_moe("deepseek_v3", _DEEPSEEK2), also=("deepseek_v2", "glm4_moe_lite", "kimi_k2", "youtu")),
     "deepseek32": _moe("deepseek_v32", _INDEXED),
     "dots1": _moe("dots1", _PRE_NORM),
     "ernie4_5": GgufArchitecture("ernie4_5"),
     "ernie4_5-moe": _ERNIE_MOE,
-    "exaone": GgufArchitecture("llama"),
+    "exaone": GgufArchitecture("llama", also=("exaone",)),
     "exaone4": GgufArchitecture("exaone4", _SANDWICH),
     "exaone-moe": _moe("exaone_moe", _PRE_NORM),
+    "falcon": GgufArchitecture("falcon", _FALCON, _FALCON_TOP, layers="h"),
     "falcon-h1": _FALCON_H1,
     "gemma": GgufArchitecture("gemma", has_norm_offset=True),
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
@@ -367,19 +391,23 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
     "gptneox": GgufArchitecture("gpt_neox", _GPT_NEOX, _GPT_NEOX_TOP, is_qkv_by_head=True),
     "granite": GgufArchitecture("granite", is_permuted=True),
+    "granite_swa": GgufArchitecture("granite_swa", {**_PRE_NORM, "attn_sinks.weight": "self_attn.sinks"}, is_permuted=True),
     "granitehybrid": _GRANITE_HYBRID,
     "granitemoe": _GRANITE_MOE,
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense", _HUNYUAN),
     "hunyuan-moe": _HUNYUAN_MOE,
+    "hy_v3": replace(_moe("hy_v3", {**_PRE_NORM, "exp_probs_b": "mlp.expert_bias"}, "shared_mlp"), router="router.gate"),
     "internlm2": GgufArchitecture("llama", is_permuted=True, also=("internlm2",)),
+    "jais2": GgufArchitecture("jais2"),
     "jamba": _JAMBA,
     "kimi-linear": _KIMI,
     "lfm2": GgufArchitecture("lfm2", _LFM2, _LFM2_TOP),
     "lfm2moe": _LFM2_MOE,
-    "llama": GgufArchitecture("llama", is_permuted=True, also=("internlm3", "mistral")),
+    "llama": GgufArchitecture("llama", is_permuted=True, also=("internlm3", "iquestcoder", "mistral")),
     "llama4": _LLAMA4,
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
+    "mellum": GgufArchitecture("mellum", expert=_QWEN_EXPERT),
     "minicpm": GgufArchitecture("granite", is_permuted=True),
     "minicpm3": GgufArchitecture("minicpm3", _DEEPSEEK2),
     "minimax-m2": _MINIMAX,
@@ -407,6 +435,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "seed_oss": GgufArchitecture("seed_oss", _POST_NORM),
     "smollm3": GgufArchitecture("smollm3", is_permuted=True),
     "stablelm": GgufArchitecture("stablelm"),
+    "starcoder": GgufArchitecture("gpt_bigcode", _GPT2, _GPT2_TOP, layers="h"),
     "starcoder2": GgufArchitecture("starcoder2", _STARCODER2),
 }
 

@@ -92,7 +92,9 @@ def _nemotron_h(keys: GgufKeys) -> Config:
     num_heads, inner = keys.required("ssm.time_step_rank"), keys.required("ssm.inner_size")
     if inner % num_heads:
         raise keys.metadata.error(f"{keys.architecture}.ssm.inner_size", f"a multiple of {num_heads} heads")
-    common = read_common(keys, ("layer_norm_epsilon", RMS_EPS[1]), num_kv_heads=num_kv_heads, inner_size=max(sizes) or 1)
+    eps = ("layer_norm_epsilon", RMS_EPS[1])
+    common = read_common(keys, eps, can_be_partial=True, num_kv_heads=num_kv_heads, inner_size=max(sizes) or 1)
+    del common["partial_rotary_factor"]  # there is no rope: files have hidden_size / heads, which need not be a head's size
     has_bias = _layer_with(keys, "ssm_in.bias")
     return {
         **common,

@@ -120,6 +120,7 @@ def _gated_delta(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
     q, k = (part.view(len(x), spec.num_k_heads, spec.k_dim) for part in (q, k))
     v = v.view(len(x), spec.num_v_heads, spec.v_dim)
     beta = own.linear(x, "delta.b").sigmoid()
+    beta = beta if spec.write_scale == 1.0 else beta * spec.write_scale
     y = own.recur(gated_delta_inputs((q, k, v), _delta_decay(x, spec, own), beta)).to(x.dtype)
     z = own.linear(x if spec.gate_rank is None else own.linear(x, "delta.z_in"), "delta.z").view_as(y)
     norm = _gated_norm if spec.gate_rank is None else _sigmoid_gated_norm

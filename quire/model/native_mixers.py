@@ -27,8 +27,6 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
     mixer = layer.mixer
     if mixer is None:
         return None
-    if layer.shared_block is not None:
-        return "a transformer block before a recurrent mixer"
     if layer.attention != NO_ATTENTION and layer.attn_out is not None:
         return "a norm on the output of attention next to a recurrent mixer"
     taps, rows = mixer.conv_size, 1
@@ -47,7 +45,7 @@ def mixer_ranges(spec: MixerSpec, own: HeadRange | None) -> dict[str, list[Shard
 
     own  see LayerShard.mixer_heads; None: all
     """
-    own = mixer_heads(spec, 0, (1.0,)) if own is None else own
+    own = _all_heads(spec) if own is None else own
     if isinstance(spec, GatedDeltaSpec):
         keys, values = _scaled(own.kv_heads, spec.k_dim), _scaled(own.heads, spec.v_dim)
         num_keys = spec.num_k_heads * spec.k_dim
@@ -60,6 +58,10 @@ def mixer_ranges(spec: MixerSpec, own: HeadRange | None) -> dict[str, list[Shard
     if isinstance(spec, Mamba1Spec):
         return {"mamba.in": [own.heads, _moved(own.heads, spec.channels)], "mamba.step": [own.heads]}
     return {"conv.in": [_moved(own.heads, place * spec.channels) for place in range(3)]}
+
+
+def _all_heads(spec: MixerSpec) -> HeadRange:
+    return mixer_heads(spec, rank=0, shares=(1.0,))
 
 
 def _mamba2_channels(spec: Mamba2Spec, own: HeadRange) -> list[ShardRange]:
@@ -95,7 +97,7 @@ class NativeMixerBuilder:
         heads  see LayerShard.mixer_heads; None: all
         """
         mixer = self.native.Mixer(_KINDS[type(spec)])
-        own = mixer_heads(spec, 0, (1.0,)) if heads is None else heads
+        own = _all_heads(spec) if heads is None else heads
         mixer.taps = spec.conv_size
         if isinstance(spec, GatedDeltaSpec):
             self._build_delta(mixer, spec, prefix, own)
@@ -112,6 +114,7 @@ class NativeMixerBuilder:
 
     def _build_delta(self, mixer: Any, spec: GatedDeltaSpec, prefix: str, own: HeadRange) -> None:
         _set_heads(mixer, own, spec.k_dim, spec.v_dim, spec.num_v_heads)
+        mixer.write_scale = spec.write_scale
         ranges = mixer_ranges(spec, own)
         self._add_parts(mixer, f"{prefix}delta.qkv", ranges["delta.qkv"])
         self._set_conv(mixer, prefix, ranges["delta.qkv"])

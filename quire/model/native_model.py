@@ -33,6 +33,7 @@ from quire.contracts.model_spec import (
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
 from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
+from quire.model.native_shards import attention_rows, set_shard
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
@@ -51,6 +52,8 @@ _INT8_HEAD_FROM = 1 << 20
 """Number of weights above which an LM head gets an int8 copy for the argmax; a smaller one is read quickly enough."""
 _MAX_EXPERTS, _MAX_GROUPS = 4096, 64
 """See csrc/elementwise.h."""
+_MAX_INDEX_DIM = 512
+"""See csrc/attention.h."""
 _MAX_WINDOW = 2**31 - 1
 """A window of this many tokens means no window: positions have 32 bits."""
 
@@ -64,11 +67,17 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
-    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
-        return "a clamped gate outside of a mixture of experts"
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):
+        return "compressed keys and values"
+    if any(layer.attention.block_indexer is not None for layer in spec.layers):
+        return "an indexer of blocks of keys"
+    if not all(layer.attention.has_plain_values for layer in spec.layers):
+        return "values that are smaller than keys, or scaled"
+    if any(layer.has_clamped_mlp for layer in spec.layers):
+        return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
-    if any(layer.is_parallel for layer, _ in mixtures):
-        return "a mixture of experts in parallel to attention"
+    if any(layer.attention.alibi_slopes for layer in spec.layers):
+        return "ALiBi"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -76,14 +85,17 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"more than {_MAX_EXPERTS} experts, or {_MAX_GROUPS} groups of them"
     if any(layer.attention.query_scaling is not None and _changes_rope(layer) for layer in spec.layers):
         return "queries scaled by position with a rope that depends on the length"
-    if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
-        return "an indexer of keys"
+    indexers = [None if layer.attention.latent is None else layer.attention.latent.indexer for layer in spec.layers]
+    if any(one is not None and (one.head_dim % 2 or one.head_dim > _MAX_INDEX_DIM) for one in indexers):
+        return f"an indexer whose keys have an odd number of values, or more than {_MAX_INDEX_DIM}"
+    if len({None if one is None else one.top_k for one in indexers}) > 1:
+        return "an indexer of keys in some layers, or of other numbers of keys"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:
             return refusal
-    if any(moe.latent_size is not None for _, moe in mixtures):
-        return "experts that read a projection of their input"
+    if any(moe.latent_size is not None and moe.branch_norm is not None for _, moe in mixtures):
+        return "experts that read a projection of their input, in a branch of their own"
     if any(layer.attention.has_output_gate and layer.attention.latent is not None for layer in spec.layers):
         return "a gate on the output of latent attention"
     if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
@@ -176,6 +188,9 @@ class NativeModelBuilder:
         self._forms = WeightForms(spec.dtype, quantize)
         self._experts = ExpertPacker(self._forms, self._packer, self._dtype)
         self._int8_head_bytes = 0
+        # Layers share the weights of a block, and so their parameters; these are kept, so that no id is used again.
+        self._has_blocks = any(layer.shared_block is not None for layer in spec.layers)
+        self._shared: dict[tuple[int, ShardRange | None, bool], tuple[StoredParameter, NativeWeight]] = {}
 
     def build(self) -> NativeParts:
         """Pack all weights and complete the plan. Raises InvariantError if parameters remain unread."""
@@ -279,6 +294,10 @@ class NativeModelBuilder:
     ) -> NativeWeight:
         """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
+        shared = self._shared.get((id(parameter), rows, self._is_at_end(name)))
+        if shared is not None:
+            self._parameters.pop(f"{name}.bias", None)
+            return shared[1]
         weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
@@ -294,7 +313,13 @@ class NativeModelBuilder:
         packed = self._packer.pack(weight, bias, dtype, is_exact=is_exact)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
+            if self._has_blocks:
+                self._shared[id(parameter), rows, self._is_at_end(name)] = parameter, packed
         return packed
+
+    def _is_at_end(self, name: str) -> bool:
+        """Return whether a parameter is in the first or last layer, whose weights may be quantised differently."""
+        return name.startswith(("layers.0.", f"layers.{len(self._spec.layers) - 1}."))
 
     def _pack_parts(self, name: str, ranges: Sequence[ShardRange]) -> list[NativeWeight]:
         """Return packed rows of a weight, with those of its bias: ranges after one another."""
@@ -325,6 +350,10 @@ class NativeModelBuilder:
     def _set_input_norms(self, layer: Any, spec: LayerSpec, prefix: str) -> None:
         """Set what attention and a mixer read: the same norm, times a factor of each."""
         name, hidden = f"{prefix}attn_in", self._spec.hidden_size
+        if spec.shared_block is not None:
+            self._set_norm(layer.attn_in, spec.attn_in, name, 2 * hidden)
+            self._set_norm(layer.mixer_in, spec.shared_block.mixer_in, f"{prefix}mixer_in", hidden)
+            return
         factor, mixed = spec.attention_in_scale, spec.mixer.scales.input if isinstance(spec.mixer, Mamba2Spec) else 1.0
         weight = self._parameters.get(f"{name}.weight")
         if spec.mixer is not None and spec.attention != NO_ATTENTION:
@@ -365,7 +394,7 @@ class NativeModelBuilder:
         else:
             self._build_latent(layer, attention, attention.latent, prefix, shard)
         if shard is not None:
-            _set_shard(layer, spec, shard)
+            set_shard(layer, spec, shard)
         layer.scale, layer.window, layer.softcap = (
             attention.scale,
             min(attention.window or 0, _MAX_WINDOW),
@@ -389,6 +418,8 @@ class NativeModelBuilder:
         if spec.per_layer_gate is not None:
             layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
             self._set_norm(layer.per_layer_norm, spec.per_layer_gate.norm, f"{prefix}per_layer.norm", hidden)
+        if spec.shared_block is not None:
+            self._build_block(layer, spec, prefix, shard)
         if spec.altup is not None and spec.laurel is not None:
             self._build_streams(layer.streams, spec.altup, spec.laurel, prefix)
         if spec.has_scale:
@@ -403,6 +434,14 @@ class NativeModelBuilder:
         names: dict[type, str] = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
         name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
         layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
+
+    def _build_block(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
+        layer.set_block(self._pack(f"{prefix}block_out", rows=None if shard is None else shard.outputs))
+        rows = {} if shard is None else {**attention_rows(spec, shard), "gate": shard.inner, "up": shard.inner}
+        for name in ("q", "k", "v", "gate", "up"):
+            own = f"{prefix}adapters.{name}"
+            if f"{own}_in.weight" in self._parameters:
+                layer.set_block_adapter(name, self._pack(f"{own}_in"), self._pack(f"{own}_out", rows=rows.get(name)))
 
     def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
         hidden = self._spec.hidden_size
@@ -429,7 +468,7 @@ class NativeModelBuilder:
         for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = _attention_rows(spec, shard)
+        rows = attention_rows(spec, shard)
         for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
@@ -458,6 +497,10 @@ class NativeModelBuilder:
         if latent.q_rank is not None:
             self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
         self._set_norm(layer.latent_kv_norm, latent.norm, f"{prefix}kv_a_norm", latent.kv_rank)
+        if latent.indexer is not None:
+            indexer, weights = latent.indexer, (self._pack(f"{prefix}index_{name}") for name in ("q", "k", "weights"))
+            layer.set_indexer(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.is_interleaved, *weights)
+            self._set_norm(layer.index_k_norm, indexer.norm, f"{prefix}index_k_norm", indexer.head_dim)
         parameter = self._parameters.pop(f"{prefix}kv_b.weight")
         weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
         if not isinstance(weight, Tensor):
@@ -492,7 +535,7 @@ class NativeModelBuilder:
 
     def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.expert.activation])
-        layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
+        layer.top_k, layer.is_renormalized, layer.down_scale = spec.top_k, spec.is_renormalized, spec.output_scale
         if spec.expert.clamp is not None:
             layer.gate_limit, layer.gate_slope = spec.expert.clamp.limit, spec.expert.clamp.slope
         # Routing decides which weights a token meets: it is computed in f32.
@@ -506,9 +549,13 @@ class NativeModelBuilder:
             self._build_shared(layer, spec, prefix, shard)
         if spec.branch_norm is not None:
             self._build_branch(layer, spec.branch_norm, prefix)
+        if spec.latent_size is not None:
+            layer.latent_in = self._pack(f"{prefix}latent_in")
+            layer.latent_out = self._pack(f"{prefix}latent_out", rows=None if shard is None else shard.outputs)
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
-        outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
+        width = spec.latent_size or self._spec.hidden_size
+        outputs = ShardRange(0, width) if shard is None or own is not None else shard.expert_outputs
         layer.is_expert_gated = spec.expert.is_gated
         ranges = (inner, ShardRange(size + inner.start, size + inner.stop)) if spec.expert.is_gated else (inner,)
         both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, ranges, own)
@@ -553,31 +600,3 @@ class NativeModelBuilder:
             setattr(layer, f"shared_{name}", self._pack(f"{prefix}shared.{name}", rows=rows))
         if spec.has_shared_gate:
             layer.shared_scale = self._pack(f"{prefix}shared_scale")
-
-
-def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, ShardRange]:
-    """Return the rows of q, k, v and o that a rank has."""
-    if shard is None:
-        return {}
-    dim = spec.attention.head_dim
-    heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
-
-
-def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
-    """Set in a native layer which part of the model's layer it is."""
-    attention, heads, kv_heads = spec.attention, shard.heads.heads, shard.heads.kv_heads
-    layer.num_heads, layer.num_kv_heads = heads.size, kv_heads.size
-    layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
-    layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
-    layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
-    layer.first_o_output = shard.o_outputs.start
-    if shard.context is not None:
-        heads, kv_heads = shard.context.heads, shard.context.kv_heads
-        layer.first_context_head, layer.num_context_heads = heads.start, heads.size
-        layer.first_context_kv_head, layer.num_context_kv_heads = kv_heads.start, kv_heads.size
-        layer.writes_kv_heads = shard.writes_kv_heads
-    is_mixture = isinstance(spec.mlp, MoeSpec)
-    if is_mixture and spec.mlp.shared is not None:
-        layer.first_shared_inner, layer.total_shared_inner = shard.shared_inner.start, spec.mlp.shared.intermediate_size
-    layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size

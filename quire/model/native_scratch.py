@@ -4,17 +4,19 @@ allocate."""
 from __future__ import annotations
 
 from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
 """Of attention (csrc/attention_tile.inl): cached tokens per softmax block, rows and heads of a tile."""
+_GATHERED_PIECES, _RUN_TOKENS = 8, 16
+"""Rows whose keys an indexer chooses at once (csrc/key_choice.h), and tokens of a run of the cache."""
 _TREE_TOKENS = 64
 """Maximum tokens of a draft tree, by which the rows of a tile may be farther apart."""
 _TILES_A_THREAD = 4
 """Tiles that cost less than a thread's work divided by this are not split, so fewer than this many per thread are split."""
 _FIRST_POSITIONS = 4096
 _ADAPTED_OUTPUTS, _MIXER_PARTS = 4, 6
-"""Adapted layers that read the same rows, without mixers and with them: num_outputs in csrc/lora.h."""
+"""Adapted layers that read the same rows, and as many with mixers, indexers or latent experts: num_outputs in csrc/lora.h."""
 _NUM_ARRAYS, _HUGE_PAGE_BYTES = 20, 2 << 20
 
 
@@ -28,7 +30,10 @@ def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_thre
     # Cosine and sine of every position; the tables are reallocated when they grow.
     angles = sum(2 * 4 * rope.dim * max(_FIRST_POSITIONS, max_model_len) for rope in ropes)
     rounding = _NUM_ARRAYS * _HUGE_PAGE_BYTES
-    return 4 * num_tokens * row_words + rows + attention + angles + rounding
+    gathered = max(
+        _gathered_bytes(layer.attention, max_model_len, 2 if spec.dtype == "bfloat16" else 4) for layer in spec.layers
+    )
+    return 4 * num_tokens * row_words + rows + attention + angles + rounding + gathered
 
 
 def adapter_scratch_bytes(spec: ModelSpec, num_tokens: int, max_rank: int) -> int:
@@ -38,7 +43,10 @@ def adapter_scratch_bytes(spec: ModelSpec, num_tokens: int, max_rank: int) -> in
     """
     rank = 3 * (-(-max_rank // 16) * 16)  # of q, k and v joined
     num_choices = max((layer.mlp.top_k for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=1)
-    outputs = _MIXER_PARTS if spec.has_recurrent_state else _ADAPTED_OUTPUTS
+    latents = [layer.attention.latent for layer in spec.layers]
+    has_more = any(one is not None and one.indexer is not None for one in latents)
+    has_more |= any(isinstance(layer.mlp, MoeSpec) and layer.mlp.latent_size is not None for layer in spec.layers)
+    outputs = _MIXER_PARTS if spec.has_recurrent_state or has_more else _ADAPTED_OUTPUTS
     heads = max((layer.attention.num_heads for layer in spec.layers if layer.attention.latent is not None), default=0)
     return 4 * num_tokens * max(num_choices * outputs, heads) * rank + _HUGE_PAGE_BYTES
 
@@ -65,6 +73,15 @@ def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: i
     return num_threads * _tile_bytes(attention) + num_cut * _cut_bytes(attention, max_model_len)
 
 
+def _gathered_bytes(attention: AttentionSpec, max_model_len: int, element_bytes: int) -> int:
+    """Return the memory of the keys that an indexer chooses, twice each, and of two numbers for each that it chooses from."""
+    if attention.latent is None or attention.latent.indexer is None:
+        return 0
+    num_keys = min(attention.latent.indexer.top_k, max_model_len) + _RUN_TOKENS
+    gathered = num_keys * (2 * attention.head_dim * element_bytes + 4)
+    return _GATHERED_PIECES * (gathered + 8 * (max_model_len + _RUN_TOKENS)) + _HUGE_PAGE_BYTES
+
+
 def _row_words(spec: ModelSpec) -> int:
     """Return the 32-bit words of one token."""
     layers = spec.layers
@@ -72,9 +89,12 @@ def _row_words(spec: ModelSpec) -> int:
     qkv = max(_heads_size(layer.attention.num_heads + 2 * layer.attention.num_kv_heads, layer) for layer in layers)
     latent = max(_latent_words(layer.attention) for layer in layers)
     attended = max(_heads_size(layer.attention.num_heads, layer) for layer in layers)
-    inner = packed = experts = shared = 0
+    inner = packed = experts = shared = projected = 0
     for layer in layers:
         sites = [spec.hidden_size, layer.attention.num_heads * layer.attention.head_dim]
+        if layer.shared_block is not None:
+            sites.append(2 * spec.hidden_size)
+            projected = max(projected, _block_words(spec, layer))
         if layer.mixer is not None:
             sites.append(_mixer_values(layer.mixer))
         if layer.attention.latent is not None:
@@ -82,9 +102,11 @@ def _row_words(spec: ModelSpec) -> int:
         if isinstance(layer.mlp, MoeSpec):
             top_k, size = layer.mlp.top_k, layer.mlp.expert.intermediate_size
             inner = max(inner, _stride(size) * top_k)
+            width = layer.mlp.latent_size or 0
+            projected = max(projected, _stride(width))
             # Every token is packed once for each of its experts; so are its results.
-            sites += [spec.hidden_size * top_k, size * top_k]
-            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 6))
+            sites += [(width or spec.hidden_size) * top_k, size * top_k, width]
+            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (max(hidden, _stride(width)) + 6))
             if layer.mlp.shared is not None:
                 inner = max(inner, _stride(layer.mlp.shared.intermediate_size))
                 sites.append(layer.mlp.shared.intermediate_size)
@@ -108,7 +130,18 @@ def _row_words(spec: ModelSpec) -> int:
         rank = max(layer.laurel.rank for layer in layers if layer.laurel is not None)
         extra += spec.altup.num_streams * hidden + spec.altup.num_streams + hidden + _stride(rank)
         packed = max(packed, spec.hidden_size)  # the router reads f32
+    extra += projected
     return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed + mixed
+
+
+def _block_words(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Return the words of a block before a mixer: the embeddings, alone and beside the residual, the results of adapters' first
+    matrices and of `up`."""
+    assert layer.shared_block is not None
+    rank = max(layer.shared_block.attention_rank or 0, layer.shared_block.mlp_rank)
+    assert isinstance(layer.mlp, MlpSpec)
+    parts = spec.hidden_size, 2 * spec.hidden_size, layer.mlp.intermediate_size
+    return sum(map(_stride, parts)) + 3 * _stride(rank)
 
 
 def _mixer_values(mixer: MixerSpec) -> int:
@@ -144,7 +177,9 @@ def _latent_words(attention: AttentionSpec) -> int:
     if latent is None:
         return 0
     questions = attention.num_heads * (latent.nope_dim + latent.rope_dim)
-    return sum(map(_stride, (attention.head_dim, latent.q_rank or 0, questions, attention.output_size)))
+    index = latent.indexer
+    chosen = () if index is None else (index.num_heads * index.head_dim, index.head_dim, index.num_heads)
+    return sum(map(_stride, (attention.head_dim, latent.q_rank or 0, questions, attention.output_size, *chosen)))
 
 
 def _heads_size(num_heads: int, layer: LayerSpec) -> int:

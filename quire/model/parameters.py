@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
@@ -10,6 +11,7 @@ from quire.contracts.model_spec import (
     NO_MLP,
     AltUpSpec,
     AttentionSpec,
+    HyperSpec,
     IndexerSpec,
     LatentSpec,
     LaurelSpec,
@@ -21,8 +23,11 @@ from quire.contracts.model_spec import (
     PerLayerGate,
     SharedBlockSpec,
 )
+from quire.contracts.sparse_spec import BlockIndexerSpec, CompressionSpec, SharedKvSpec
 
 Shape = tuple[int, ...]
+
+_EXACT = re.compile(r"hyper\.|sinks\.|norm\.|_in\.|\.table\.")
 
 
 def shapes_with_head(spec: ModelSpec, shapes: Mapping[str, Shape] | None = None) -> dict[str, Shape]:
@@ -53,7 +58,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
         stack = (spec.altup.num_streams - 1, hidden, hidden)
         shapes |= {"altup_split.weight": stack, "altup_join.weight": stack}
     for index, layer in enumerate(spec.layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer(layer, hidden).items()}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer(layer, hidden, spec.vocab_size).items()}
+    if spec.hyper is not None:
+        shapes |= _connection("hyper", spec.hyper, hidden, spec.hyper.num_streams, 1)
     shapes |= _norm("final_norm", spec.final_norm, hidden)
     if not spec.is_tied:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
@@ -63,20 +70,37 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def float32_parameters(spec: ModelSpec) -> frozenset[str]:
-    """Return the names of parameters that are always float32, since they decide between experts with close scores."""
+    """Return the names of parameters that are always float32: those that decide between experts with close scores, and what
+    DeepSeek-V4 keeps so."""
     names: set[str] = set()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec):
             names |= {f"layers.{index}.correction.bias"} if layer.mlp.has_correction else set()
             names |= {f"layers.{index}.router.weight"} if layer.mlp.is_router_f32 else set()
+    if spec.hyper is not None:
+        names |= {name for name in parameter_shapes(spec) if _EXACT.search(name)}
     return frozenset(names)
 
 
-def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+def integer_parameters(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of parameters that are int64: tables of the experts of each token."""
+    return frozenset(
+        f"layers.{index}.token_experts.weight"
+        for index, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.has_token_table
+    )
+
+
+def _layer(layer: LayerSpec, hidden: int, vocab_size: int) -> dict[str, Shape]:
     if layer.shared_block is not None:
         return _layer_with_shared_block(layer, layer.shared_block, hidden)
-    mlp = _moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
+    mlp = _moe(layer.mlp, hidden, vocab_size) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
+    hyper: dict[str, Shape] = {}
+    for block in ("attn", "mlp") if layer.hyper is not None else ():
+        assert layer.hyper is not None
+        hyper |= _connection(f"{block}_hyper", layer.hyper, hidden, layer.hyper.num_weights, 3)
     return {
+        **hyper,
         **({} if layer.altup is None else _altup(layer.altup, hidden)),
         **_norm("attn_in", layer.attn_in, hidden),
         **({} if layer.laurel is None else _laurel(layer.laurel, hidden)),
@@ -114,6 +138,10 @@ def _layer_with_shared_block(layer: LayerSpec, block: SharedBlockSpec, hidden: i
         **_norm("mixer_in", block.mixer_in, hidden),
         **mixer_shapes(layer.mixer, hidden),
     }
+
+
+def _connection(name: str, spec: HyperSpec, hidden: int, num_weights: int, num_scales: int) -> dict[str, Shape]:
+    return {**_linear(name, num_weights, spec.num_streams * hidden, True), f"{name}.scale": (num_scales,)}
 
 
 def _altup(spec: AltUpSpec, hidden: int) -> dict[str, Shape]:
@@ -165,18 +193,26 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, hidden)
+    if spec.shared_kv is not None:
+        return _shared_kv(spec, spec.shared_kv, hidden)
     kv: dict[str, Shape] = {}
     if spec.kv_source is None:
         modules = ("k",) if spec.is_v_from_k else ("k", "v")
-        kv = {name: shape for module in modules for name, shape in _linear(module, kv_size, hidden, spec.has_qkv_bias).items()}
+        sizes = {"k": kv_size, "v": spec.num_kv_heads * spec.value_size}
+        kv = {
+            name: shape
+            for module in modules
+            for name, shape in _linear(module, sizes[module], hidden, spec.has_qkv_bias).items()
+        }
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **kv,
         **_head_norm("q_norm", spec, spec.num_heads),
         **({} if spec.kv_source is not None else _head_norm("k_norm", spec, spec.num_kv_heads)),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
+        **({} if spec.block_indexer is None else _block_indexer(spec.block_indexer, hidden)),
         **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
-        **_linear("o", hidden, q_size, spec.has_o_bias),
+        **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 
 
@@ -193,6 +229,33 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
         **({} if latent.indexer is None else _indexer(latent.indexer, latent.q_rank or hidden, hidden)),
         **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
+
+
+def _shared_kv(spec: AttentionSpec, shared: SharedKvSpec, hidden: int) -> dict[str, Shape]:
+    outer = shared.num_groups * shared.group_rank
+    return {
+        **_linear("q_a", shared.q_rank, hidden, False),
+        **_norm("q_a_norm", shared.norm, shared.q_rank),
+        **_linear("q", spec.num_heads * spec.head_dim, shared.q_rank, False),
+        **_linear("kv", spec.head_dim, hidden, False),
+        **_norm("kv_norm", shared.norm, spec.head_dim),
+        "sinks.weight": (spec.num_heads,),
+        **({} if shared.compression is None else _compression(shared.compression, spec.head_dim, shared, hidden)),
+        **_linear("o_a", outer, spec.output_size // shared.num_groups, False),
+        **_linear("o", hidden, outer, False),
+    }
+
+
+def _compression(spec: CompressionSpec, head_dim: int, shared: SharedKvSpec, hidden: int) -> dict[str, Shape]:
+    sizes, shapes = spec.source_sizes(head_dim), {}
+    for name, size in zip(("entry", "index")[: len(sizes)], sizes, strict=True):
+        shapes |= _linear(f"{name}.kv", size, hidden, False) | _linear(f"{name}.gate", size, hidden, False)
+        shapes |= {f"{name}.table.weight": (spec.rate, size)}
+        shapes |= _norm(f"{name}.norm", shared.norm, size // 2 if spec.has_overlap else size)
+    if spec.indexer is not None:
+        shapes |= _linear("index_q", spec.indexer.num_heads * spec.indexer.head_dim, shared.q_rank, False)
+        shapes |= _linear("index_weights", spec.indexer.num_heads, hidden, False)
+    return shapes
 
 
 def mixer_shapes(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
@@ -270,6 +333,13 @@ def _indexer(spec: IndexerSpec, query_size: int, hidden: int) -> dict[str, Shape
     }
 
 
+def _block_indexer(spec: BlockIndexerSpec, hidden: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name, count in (("index_q", spec.num_heads), ("index_k", 1)):
+        shapes |= _linear(name, count * spec.head_dim, hidden, False) | _norm(f"{name}_norm", spec.norm, spec.head_dim)
+    return shapes
+
+
 def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
     if spec == NO_MLP:
         return {}
@@ -280,13 +350,14 @@ def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
     return {**gate, **up, **learned, **_linear("down", hidden, spec.intermediate_size, spec.has_bias)}
 
 
-def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
+def _moe(spec: MoeSpec, hidden: int, vocab_size: int) -> dict[str, Shape]:
     inner, has_bias, read = spec.expert.intermediate_size, spec.expert.has_bias, spec.latent_size or hidden
     up_rows = (2 if spec.expert.is_gated else 1) * inner
     latent = spec.latent_size
     return {
         **_linear("router", spec.num_experts, hidden, spec.has_router_bias),
         **({"correction.bias": (spec.num_experts,)} if spec.has_correction else {}),
+        **({"token_experts.weight": (vocab_size, spec.top_k)} if spec.has_token_table else {}),
         **({} if latent is None else _linear("latent_in", latent, hidden, spec.has_latent_bias)),
         "experts.gate_up.weight": (spec.num_experts, up_rows, read),
         **({"experts.gate_up.bias": (spec.num_experts, up_rows)} if has_bias else {}),

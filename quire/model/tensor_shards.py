@@ -51,6 +51,7 @@ class LayerShard:
     inner    its intermediate columns of the feed-forward block, or of every expert; with expert parallelism all of them
     shared_inner  the same of the shared expert
     outputs  its columns of the residual stream: rows of o and down
+    expert_outputs     those of the experts, which may give latent rows
     attention_outputs  those of o only, where ranks of a home divide them
     total_heads, total_kv_heads  of all ranks together
     experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
@@ -65,6 +66,7 @@ class LayerShard:
     inner: ShardRange
     shared_inner: ShardRange
     outputs: ShardRange
+    expert_outputs: ShardRange
     total_heads: int
     total_kv_heads: int
     experts: ExpertShard | None = None
@@ -107,6 +109,7 @@ class LayerShard:
             _output_range(inner, rank, shares) if placement is None else ShardRange(0, inner),
             _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
+            _output_range(_expert_width(layer) or hidden_size, rank, shares),
             attention.num_heads,
             attention.num_kv_heads,
             None if placement is None else ExpertShard.of(placement, rank),
@@ -149,10 +152,17 @@ def _shared_inner_size(layer: LayerSpec) -> int:
     return _inner_size(layer) if shared is None else shared.intermediate_size
 
 
+def _expert_width(layer: LayerSpec) -> int | None:
+    """Return the size of the latent rows that experts give; None: they give the residual's."""
+    return layer.mlp.latent_size if isinstance(layer.mlp, MoeSpec) else None
+
+
 def _sharded_sizes(layer: LayerSpec, has_whole_experts: bool) -> list[int]:
     """Return the numbers of intermediate columns that the ranks divide."""
     has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None
-    return [_inner_size(layer)] * (not has_whole_experts) + [_shared_inner_size(layer)] * has_shared
+    width = _expert_width(layer)
+    own = [_inner_size(layer), *([] if width is None else [width])]
+    return own * (not has_whole_experts) + [_shared_inner_size(layer)] * has_shared
 
 
 def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
@@ -160,10 +170,16 @@ def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
     return shard_range(total, rank, shares, OUTPUT_MULTIPLE if total >= OUTPUT_MULTIPLE * len(shares) else 1)
 
 
+def _adapted_module(module: str) -> str:
+    """Return the module whose outputs the second matrix of a low-rank adapter of a shared block has, or the module itself."""
+    is_second = module.startswith("adapters.") and module.endswith("_out")
+    return module.removeprefix("adapters.").removesuffix("_out") if is_second else module
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that a rank has; norms, routers, positions and the projections to latent rows are replicated on every
-    rank.
+    """The part of a model that a rank has; norms, routers, positions, indexers of keys and the projections to latent rows are
+    replicated on every rank.
 
     vocabulary  its rows of the embedding and of the LM head
     """
@@ -191,10 +207,6 @@ class ModelShard:
 
         Raises ConfigError if a rank would have no part of a weight.
         """
-        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
-            raise ConfigError(
-                f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank"
-            )
         if spec.per_layer_inputs is not None or any(layer.attention.kv_source is not None for layer in spec.layers):
             raise ConfigError(
                 f"tensor_parallel_size is {len(shares)}, but per-layer inputs and layers that read the keys and values of "
@@ -235,7 +247,7 @@ class ModelShard:
         if not name.startswith("layers."):
             return shape
         _, index, *middle, _ = name.split(".")
-        layer, module = self.layers[int(index)], ".".join(middle)
+        layer, module = self.layers[int(index)], _adapted_module(".".join(middle))
         if layer.mixer is not None:
             own = mixer_shapes(layer.mixer, 1).get(name.split(".", 2)[2])
             if own is not None:
@@ -247,7 +259,7 @@ class ModelShard:
             own = kv_heads if module in ("k", "v") else heads
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
             return (shape[0] // total * own, *shape[1:])
-        if module in ("o", "down", "gate", "up"):
+        if module in ("o", "down", "gate", "up", "latent_out", "block_out"):
             rows = layer.inner if module in ("gate", "up") else layer.o_outputs if module == "o" else layer.outputs
             return (rows.size, *shape[1:])
         if module.startswith("shared."):
@@ -258,7 +270,7 @@ class ModelShard:
         if module.startswith("experts."):
             return (
                 shape[0],
-                layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size,
+                layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.expert_outputs.size,
                 *shape[2:],
             )
         return shape
@@ -277,7 +289,7 @@ class ModelShard:
         if name == "lm_head":
             return self.vocabulary
         _, index, module = name.split(".", 2)
-        layer = self.layers[int(index)]
+        layer, module = self.layers[int(index)], _adapted_module(module)
         if module in ("q", "kv_b", "attn_gate", "k", "v"):
             is_kv = module in ("k", "v")
             heads, total = (layer.heads.kv_heads, layer.total_kv_heads) if is_kv else (layer.heads.heads, layer.total_heads)
@@ -286,16 +298,20 @@ class ModelShard:
             if layer.experts is not None:
                 return ShardRange(0, num_rows)
             module = module.rpartition(".")[2]
+            if module == "down":
+                return layer.expert_outputs
         ranges = {
             "o": layer.outputs,
             "down": layer.outputs,
+            "latent_out": layer.outputs,
+            "block_out": layer.outputs,
             "gate": layer.inner,
             "up": layer.inner,
             "shared.down": layer.outputs,
             "shared.gate": layer.shared_inner,
             "shared.up": layer.shared_inner,
         }
-        return ranges.get(module, ShardRange(0, num_rows))  # the projections to latent rows are whole
+        return ranges.get(module, ShardRange(0, num_rows))  # projections to latent rows and indexers are whole
 
     def kv_spec(self, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the shape of the rank's KV cache; see KvSpec.of."""

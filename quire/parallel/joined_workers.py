@@ -94,17 +94,35 @@ def join_group(rendezvous: Rendezvous, main: Callable[[WorkerContext], None], ow
 
     main  see run_worker; own: passed to its context, such as this process's own configuration
 
-    Raises WorkerError if rank 0 cannot be reached. Until this process has joined, a stopped rank 0 (SIGSTOP) is treated like
-    one that has not started yet.
+    Raises WorkerError if rank 0 cannot be reached, or says that it cannot begin. Until this process has joined, a
+    stopped rank 0 (SIGSTOP) is treated like one that has not started yet.
     """
     store = _open_store(rendezvous, timeout_s, None)
     invitation = json.loads(_wait_for_key(store, _INVITATION, rendezvous, timeout_s))
+    if invitation["kind"] == "refused":
+        store.set(f"heard/{rendezvous.rank}", "")
+        raise WorkerError(f"rank 0 at {rendezvous.address}:{rendezvous.port} cannot begin: {invitation['reason']}", 0)
     setup_logging(invitation["start"]["log_level"])
     if invitation["kind"] == "remote":
         return run_remote(main, RemoteStart(**invitation["start"]), store, rendezvous, own)
     start = WorkerStart(**{**invitation["start"], "rank": rendezvous.rank})
     memory = SharedMemoryFile(open_descriptor_of(start.parent_pid, start.descriptor))
     return run_attached(main, start, memory, start.parent_pid, own, store, rendezvous.local_rank)
+
+
+def refuse_group(rendezvous: Rendezvous, reason: str, timeout_s: float = 30.0) -> None:
+    """Tell the other ranks, as rank 0, that no group will begin, and why; does nothing if it has begun.
+
+    Returns when all have heard it, or after timeout_s: a rank that comes later finds nobody.
+    """
+    store = _open_store(rendezvous, timeout_s, None)
+    if store.check([_INVITATION]):
+        return
+    store.set(_INVITATION, json.dumps({"kind": "refused", "reason": reason}))
+    heard = [f"heard/{rank}" for rank in range(1, rendezvous.world_size)]
+    began_s = time.monotonic()
+    while not store.check(heard) and time.monotonic() - began_s < timeout_s:
+        time.sleep(_POLL_S)
 
 
 def _open_store(rendezvous: Rendezvous, timeout_s: float, store: Store | None) -> Store:

@@ -281,7 +281,7 @@ def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
     """Return the KV cache groups that an engine has for a model, by the rules of KvSpec."""
     limits_windows = spec.implementation == "quire" and spec.is_causal and not spec.has_recurrent_state
-    kv = (KvSpec.on_device if is_gpu else KvSpec.of)(spec, 1, spec.dtype, limits_windows)
+    kv = (KvSpec.on_device if is_gpu else KvSpec.of)(spec, 64 if is_gpu else 16, spec.dtype, limits_windows)
     flags = kv.is_windowed or (False,) * len(kv.layer_shapes)
     groups: list[CacheGroup] = []
     for is_windowed in (False, True):

@@ -190,16 +190,17 @@ def _plan_apart(question: Question, best: LayoutPlan) -> ApartPlan | None:
 def find_layouts(question: Question) -> list[Layout]:
     """Return the layouts that use all devices: tensor parallelism divides the KV heads, stages have a layer at least.
 
-    A measurement is of one device, so that it answers for replicas only; so do layers that keep the model's KV format.
+    A measurement is of one device, so that it answers for replicas only; so do layers that keep the model's KV format on CPUs.
     """
     num, shape = question.num_devices, question.shape
+    is_whole = question.measured is not None or (shape.has_kept_layers and question.hardware.kind != "gpu")
     found = []
     for tensor in range(1, num + 1):
         for stages in range(1, num // tensor + 1):
             is_divided = num % (tensor * stages) == 0
             if not is_divided or shape.num_kv_heads % tensor or stages > shape.num_layers:
                 continue
-            if tensor * stages > 1 and (question.measured is not None or shape.has_kept_layers):
+            if tensor * stages > 1 and is_whole:
                 continue
             found.append(Layout(tensor, stages, num // (tensor * stages)))
     return found

@@ -240,8 +240,8 @@ def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
         raise fields.unsupported("fmt", "e4m3")
     if fields.string("activation_scheme", default="dynamic") not in ("dynamic", "static"):
         raise fields.unsupported("activation_scheme", "dynamic, static")
-    if fields.string("expert_dtype", default="fp8") != "fp8":
-        raise fields.unsupported("expert_dtype", "fp8")
+    if fields.string("expert_dtype", default="fp8") not in ("fp8", "fp4"):  # what is stored says which it is
+        raise fields.unsupported("expert_dtype", "fp8, fp4")
     notes = _fp8_notes(fields)
     block = fields.raw("weight_block_size")
     if block is None or method == "fbgemm_fp8":

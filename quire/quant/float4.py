@@ -49,6 +49,22 @@ def read_mxfp4(parts: StoredParts) -> StoredWeight:
     return parts.integers((num_rows, num_columns), CodeForm.of(_BITS, _MXFP4_GROUP), load)
 
 
+def read_paired_float4(parts: StoredParts, part: str) -> StoredWeight:
+    """Return a weight [O, K] whose bytes [O, K / 2] int8 have two values, with the scales `part` [O, K / 32], powers of two."""
+    num_rows, num_bytes = parts.take("weight", (torch.int8,), (None, None)).shape
+    if not num_rows or not num_bytes:
+        raise parts.wrong("weight", "with at least one row and column")
+    num_groups = parts.num_groups(2 * num_bytes, _MXFP4_GROUP)
+    dtypes, shape = (torch.float8_e8m0fnu, torch.float32), (num_rows, num_groups)
+    parts.take(part, dtypes, shape)
+
+    def load() -> QuantizedWeight:
+        octets = parts.take("weight", (torch.int8,), (num_rows, num_bytes)).view(torch.uint8)
+        return unpack_float4(octets, parts.scale(part, parts.take(part, dtypes, shape)))
+
+    return parts.integers((num_rows, 2 * num_bytes), CodeForm.of(_BITS, _MXFP4_GROUP), load)
+
+
 def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:
     """Return O, K and the number of groups per row."""
     num_rows, num_bytes = parts.take("weight_packed", _U8, (None, None)).shape

@@ -1,4 +1,5 @@
-"""Weights of float8_e4m3fn with multiplied scales: per tensor, row, group of columns, or block."""
+"""Weights of float8_e4m3fn with multiplied scales: per tensor, row, group of columns, or block; DeepSeek-V4 has 4-bit floats
+beside them."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import torch
 
 from quire.base.errors import ModelFormatError
 from quire.quant.config import Fp8Config
+from quire.quant.float4 import read_paired_float4
 from quire.quant.float8 import Float8Weight
 from quire.quant.stored_parts import FLOATS, StoredParts
 from quire.quant.weight import StoredWeight
 
-PARTS = ("weight_scale", "weight_scale_inv")
+PARTS = ("weight_scale", "weight_scale_inv", "scale")
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 _FP8 = (torch.float8_e4m3fn,)
 _NAN = 0x7F
@@ -19,11 +21,15 @@ _NAN = 0x7F
 def read_fp8(parts: StoredParts, config: Fp8Config) -> StoredWeight:
     """Return the weight of a module, which loads as a float tensor, or as it is stored. Raises ModelFormatError.
 
-    The scales are `weight_scale_inv` (multiplied in spite of the name) or `weight_scale`.
+    The scales are `weight_scale_inv` (multiplied in spite of the name), `weight_scale`, or `scale` (DeepSeek-V4), whose weights
+    of int8 are 4-bit floats.
     """
-    if all(part in parts for part in PARTS):
-        raise ModelFormatError(f"{parts.module} has both weight_scale_inv and weight_scale; expected one of them")
-    part = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+    there = [part for part in PARTS if part in parts]
+    if len(there) > 1:
+        raise ModelFormatError(f"{parts.module} has both {there[1]} and {there[0]}; expected one of them")
+    part = there[0] if there else "weight_scale"
+    if part == "scale" and parts.dtype("weight") == torch.int8:
+        return read_paired_float4(parts, part)
     num_rows, num_columns = parts.take("weight", _FP8, (None, None)).shape
     if config.block is not None:
         return read_fp8_blocks(parts, part, config.block)

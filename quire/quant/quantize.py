@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -129,15 +130,7 @@ def quantize_weight(
     scale = torch.empty(num_rows, num_columns // size, device=weight.device)
     offset = torch.empty_like(scale) if scheme.kind == "affine" else None
     codes = torch.empty(num_rows, num_columns, dtype=torch.int8, device=weight.device)
-    native = load_native() if weight.device.type == "cpu" else None
-    # Torch is vectorised where the portable kernels are not.
-    if native is None or native.isa() == "portable":
-        search, encode = partial(_search, scheme), partial(_encode, scheme)
-        num_at_once = _CHUNK_WEIGHTS if weight.device.type == "cpu" else _DEVICE_CHUNK_WEIGHTS
-    else:
-        quantizer = native_quantizer(native, scheme)
-        search, num_at_once = quantizer.search, _NATIVE_CHUNK_WEIGHTS
-        encode = partial(quantizer.encode, is_forgotten=is_forgotten)
+    search, encode, num_at_once = _functions_for(scheme, weight.device.type == "cpu", is_forgotten)
     is_rounded = rounded_to is not None and rounded_to != weight.dtype
     step = max(1, (min(num_at_once, _ROUNDED_CHUNK_WEIGHTS) if is_rounded else num_at_once) // num_columns)
     spent = SpentPages()
@@ -152,6 +145,18 @@ def quantize_weight(
         if is_forgotten and is_rounded:
             spent.add((weight[rows],))
     return QuantizedWeight(codes, scale, offset, None if scheme.kind == "int8" else _LEVELS[scheme.kind])
+
+
+def _functions_for(
+    scheme: Scheme, is_cpu: bool, is_forgotten: bool
+) -> tuple[Callable[[Tensor], Sequence[Tensor]], Callable[..., None], int]:
+    """Return what finds the scales, what encodes by them, and how many weights both take at once."""
+    native = load_native() if is_cpu else None
+    # Torch is vectorised where the portable kernels are not.
+    if native is None or native.isa() == "portable":
+        return partial(_search, scheme), partial(_encode, scheme), _CHUNK_WEIGHTS if is_cpu else _DEVICE_CHUNK_WEIGHTS
+    quantizer = native_quantizer(native, scheme)
+    return quantizer.search, partial(quantizer.encode, is_forgotten=is_forgotten), _NATIVE_CHUNK_WEIGHTS
 
 
 def round_scales(scale: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError
@@ -47,7 +48,7 @@ def gather_weights(
     num_dropped = 0
     for name, tensor in tensors.items():
         found = suffix.fullmatch(name)
-        if found is not None and isinstance(tensor, Tensor):
+        if found is not None and isinstance(tensor, Tensor) and _is_part(*found.groups(), tensors):
             modules.setdefault(found.group(1), {})[found.group(2)] = tensor
         elif _ACTIVATION_SCALES.fullmatch(name):
             num_dropped += 1
@@ -64,6 +65,12 @@ def gather_weights(
             parts[_WEIGHT] = plain
         kept[name] = _read(StoredParts(module, parts), config)
     return kept
+
+
+def _is_part(module: str, part: str, tensors: Mapping[str, Tensor | StoredWeight]) -> bool:
+    """Return whether a part is one: other tensors may be called "scale"."""
+    weight = tensors.get(f"{module}.{_WEIGHT}")
+    return part != "scale" or (isinstance(weight, Tensor) and weight.dtype in (torch.float8_e4m3fn, torch.int8))
 
 
 def _log(config: QuantizationConfig, num_dropped: int) -> None:

@@ -29,6 +29,10 @@ class StoredParts:
     def __contains__(self, part: str) -> bool:
         return part in self._parts
 
+    def dtype(self, part: str) -> torch.dtype | None:
+        """Return the dtype of a part; None: it is not stored."""
+        return self._parts[part].dtype if part in self._parts else None
+
     def names(self) -> list[str]:
         """Return the suffixes that are stored."""
         return list(self._parts)

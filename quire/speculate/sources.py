@@ -43,9 +43,9 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
             f"the draft model {model} has a vocabulary of {spec.vocab_size}, the model one of {target.vocab_size}; "
             "take a draft model with the same tokenizer"
         )
-    if spec.has_recurrent_state:
+    if spec.chain_reason is not None:
         raise ConfigError(
-            f"speculative_config: model: {model} ({spec.model_type!r}) has a recurrent state, which no draft model may have; "
+            f"speculative_config: model: {model} ({spec.model_type!r}) has {spec.chain_reason}, which no draft model may have; "
             "take another one, or the method 'ngram' or 'suffix'"
         )
     return folder, spec
@@ -85,11 +85,11 @@ _FOR_STATES = ("ngram", "suffix", "draft_model")
 
 
 def check_state_drafts(config: SpeculativeConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError where a model with a recurrent state cannot verify what a configuration drafts: trees, or drafts of
-    methods that read or run the model itself."""
-    if not spec.has_recurrent_state:
+    """Raise ConfigError where a model that verifies chains only (ModelSpec.chain_reason) cannot verify what a configuration
+    drafts: trees, or drafts of methods that read or run the model itself."""
+    if spec.chain_reason is None:
         return
-    why = f"a {spec.model_type!r} model has a recurrent state"
+    why = f"a {spec.model_type!r} model has {spec.chain_reason}"
     refused = [method for method in config.methods if method not in _FOR_STATES]
     if refused:
         raise ConfigError(

@@ -44,6 +44,8 @@ _IDLE_S = 300.0
 """A connection without a transfer is closed after so long."""
 _MAX_CONNECTIONS = 64
 _MAX_PROMPT_TOKENS = 1 << 24
+_MAX_STATE_PAGES = 1 << 20
+"""Of a recurrent state, which are wanted besides those of tokens."""
 MAX_MESSAGE_BYTES = 8 << 20
 """Pages of one message, so that D verifies them and frees ours while the next are sent."""
 _CLOSE_S = 2.0
@@ -259,8 +261,8 @@ class PageServer:
         return PrefillJob(
             token_ids=tuple(token_ids),
             cache_salt=text_of(fields, "cache_salt"),
-            first_page=int_of(fields, "first_page", 0, num_tokens - 1),
-            num_pages=int_of(fields, "num_pages", 1, num_tokens),
+            first_page=int_of(fields, "first_page", 0, num_tokens),
+            num_pages=int_of(fields, "num_pages", 1, num_tokens + _MAX_STATE_PAGES),
             priority=int_of(fields, "priority", -(1 << 63), (1 << 63) - 1),
             is_background=bool(fields.get("is_background")),
         )

@@ -86,7 +86,7 @@ class AsyncStepDriver(StepDriver):
             return True
         try:
             if running.pending is None:
-                running.pending = running.masks.wait()
+                running.pending = running.masks.wait(is_running=True)
             return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
         except Exception as error:  # noqa: BLE001 - of a grammar, most likely: collect raises it, and this step alone fails
             self._failures[id(running)] = error
@@ -117,7 +117,7 @@ class AsyncStepDriver(StepDriver):
                 if (failure := self._failures.pop(id(running), None)) is not None:
                     raise failure
                 if isinstance(running, RunningStep) and running.is_deferred and running.pending is None:
-                    running.pending = running.masks.wait()
+                    running.pending = running.masks.wait(is_running=True)
                 self._sample_now(running)
                 result = self._finish(running)
             finally:  # sequences that start in the step behind do not depend on this one

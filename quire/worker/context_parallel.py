@@ -40,7 +40,7 @@ def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -
                 raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
         else:
             _check_on_gpus(config, spec, name, size)
-        _check_states(name, size, spec)
+        _check_layers(name, size, spec)
         _check_tiers(config, name, size)
         if config.speculative_config is not None:
             _check_drafts(config.speculative_config, name, size, (_DRAFT_METHODS if device == "cpu" else _GPU_METHODS)[name])
@@ -59,8 +59,6 @@ def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) 
             refused.append(f"kv_cache_dtype {config.kv_cache_dtype!r} (choose 'auto', 'int8' or 'fp8')")
         if any(layer.attention.qk_norm_over == "each" for layer in spec.layers):
             refused.append(f"norms of each head of q and k ({spec.model_type})")
-    if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
-        refused.append(f"an indexer of keys ({spec.model_type})")
     if refused:
         raise ConfigError(
             f"{name} is {size}, but on GPUs it does not support {'; '.join(refused)}: change that, or set it to 1"
@@ -76,7 +74,7 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
     refusal = native_refusal(spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
-    _check_states(name, True, spec)
+    _check_layers(name, True, spec)
     if not spec.is_causal:
         raise ConfigError(
             f"{name} does not fit the model ({spec.model_type}), whose tokens attend in both directions: leave it out"
@@ -95,7 +93,17 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
         )
 
 
-def _check_states(name: str, size: int, spec: ModelSpec) -> None:
+def _check_layers(name: str, size: int, spec: ModelSpec) -> None:
+    attentions = [layer.attention for layer in spec.layers]
+    if any(one.latent is not None and one.latent.indexer is not None for one in attentions):
+        raise ConfigError(
+            f"{name} is {size}, but the indexer of a {spec.model_type!r} model chooses among the keys of all tokens, on each "
+            "rank: leave it out"
+        )
+    if name != "prefill_context_parallel_size" and any(one.has_output_gate for one in attentions):
+        raise ConfigError(
+            f"{name} is {size}, but the attention of a {spec.model_type!r} model has an output gate: leave it out"
+        )
     if spec.has_recurrent_state:
         raise ConfigError(
             f"{name} is {size}, but a {spec.model_type!r} model has a recurrent state, which takes the tokens of a sequence in "

@@ -54,6 +54,7 @@ class CpuStepExecutor:
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
         self.has_states = decoder.spec.has_recurrent_state
         is_native = isinstance(decoder, NativeDecoder)
+        self._num_checkpoints = memory.num_state_checkpoints
         self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints, copies_starts=is_native)
         self._draft_pools: Sequence[KvPool] = ()
         self._pages = PageSupply(self._kv)  # see take_pages
@@ -93,7 +94,7 @@ class CpuStepExecutor:
             slab.attach(self._kv)
             self.host_slab = slab
         elif num_pages > 0:
-            self.host_slab = HostSlab(self._kv, num_pages, is_shared, part)
+            self.host_slab = HostSlab(self._kv, num_pages, is_shared, part, num_checkpoints=self._num_checkpoints)
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""

@@ -22,6 +22,9 @@ from quire.worker.input_batch import Row
 PENDING_WAIT_S = 0.005
 """How long a step without tokens waits for a pending mask. It is short, so that the engine can handle commands in between."""
 
+MOST_EXPECTED_S = 0.25
+"""How long a model is expected to run at most, whatever the step before took: kernels may have been compiled in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MaskWaitPolicy:
@@ -94,9 +97,17 @@ class GrammarMasks:
             self.filler.start(new, self._model_s, num_rows == 1)
         return StepMasks(self, found, were_pending, num_rows - len(found))
 
-    def note_step(self, model_s: float, pending: Mapping[SequenceId, MaskFill]) -> None:
-        """Record how long the model ran while masks were filled, and which masks are pending after it."""
+    @property
+    def model_s(self) -> float:
+        """How long the model ran in the last step with masks."""
+        return self._model_s
+
+    def note_model_time(self, model_s: float) -> None:
+        """Record how long the model ran while masks were filled."""
         self._model_s = model_s
+
+    def keep_pending(self, pending: Mapping[SequenceId, MaskFill]) -> None:
+        """Keep masks that are not filled for later steps."""
         self._pending.update(pending)
 
     def take_ready(self, timeout_s: float = 0.0) -> tuple[SequenceId, ...]:
@@ -135,15 +146,30 @@ class StepMasks:
         self._num_forced: dict[SequenceId, int] = {}
         self._begun_s = time.monotonic() if fills else 0.0
 
-    def wait(self) -> frozenset[SequenceId]:
+    def note_end(self) -> None:
+        """Record that the model has run, where `wait` was called before that."""
+        if self._fills:
+            self._owner.note_model_time(time.monotonic() - self._begun_s)
+
+    def wait(self, is_running: bool = False) -> frozenset[SequenceId]:
         """Set the masks, or the grammar errors, of the rows; return the sequences whose masks are pending.
 
-        To be called after the model has run and before anything is sampled.
+        To be called before anything is sampled, and after the model has run; or while it runs (is_running): then no mask is
+        late before the model took as long as in the step before, and `note_end` is to be called once it has run.
         """
         if not self._fills:
             return frozenset()
         model_s = time.monotonic() - self._begun_s
         unfilled = [fill for _, fill in self._fills if not fill.is_done]
+        if is_running:
+            expected_s = max(model_s, min(self._owner.model_s, MOST_EXPECTED_S))
+            if unfilled and not self._owner.filler.wait_for_all(unfilled, expected_s - model_s):
+                unfilled = [fill for fill in unfilled if not fill.is_done]
+            else:
+                unfilled = []
+            model_s = expected_s
+        else:
+            self._owner.note_model_time(model_s)
         if unfilled:
             self._wait_for(unfilled, model_s)
         pending: dict[SequenceId, MaskFill] = {}
@@ -152,7 +178,7 @@ class StepMasks:
                 self._set(row, fill, row.start.sequence_id in self._were_pending)
             else:
                 pending[row.start.sequence_id] = fill
-        self._owner.note_step(model_s, pending)
+        self._owner.keep_pending(pending)
         return frozenset(pending)
 
     def _wait_for(self, unfilled: Sequence[MaskFill], model_s: float) -> None:

@@ -21,7 +21,7 @@ from quire.model.device_refusal import check_on_device
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.native_model import SHORT_FROM
-from quire.model.parameters import parameter_shapes
+from quire.model.parameters import Shape, parameter_shapes
 from quire.model.pooler import read_pooler_spec
 from quire.model.resolve import resolve_model
 from quire.model.stored_tensors import has_weights, open_tensors
@@ -62,18 +62,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     # The revision is the model's; a tokenizer from elsewhere has its own history.
     tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
     tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
-    measured, pooler = None, PoolerSpec()
-    try:
-        if config.model_impl == "transformers":
-            info = read_transformers_model(folder, config.dtype)
-            spec, shapes, measured = info.spec, info.parameters, info.weight_bytes
-        else:
-            spec = read_model_spec(folder, config.dtype)
-            spec = tie_missing_head(folder, spec) if config.allow_missing_head else spec
-            shapes = parameter_shapes(spec)
-    except (ModelFormatError, UnsupportedError):
-        refuse_head(config, folder)
-        raise
+    spec, shapes, measured = _read_model(config, folder)
+    pooler = PoolerSpec()
     if spec.implementation == "quire":
         pooler = read_pooler_spec(folder, spec, generates_without_head=config.allow_missing_head)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
@@ -82,22 +72,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     device = choose_device(config)
     gpu = library_device(config)
     name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
-    if config.enable_lora:
-        check_lora(config, spec, name)
-    check_backend(config)
-    check_context_parallel(config, spec, name)
-    has_device_stages = config.pipeline_parallel_size > 1 and device is not None
-    if has_device_stages:
-        check_device_stages(config, spec)
-    if config.enable_dp_attention:
-        check_dp_attention(config, spec, name)
-    if config.tensor_parallel_size > 1 or (device is not None and config.parallel.world_size > 1):
-        check_tensor_parallel(config, spec, name)
-    if device is None and config.cpu_offload_gb > 0:
-        raise ConfigError(
-            f"cpu_offload_gb is {config.cpu_offload_gb:g}, but the model runs on the CPU, where all weights are in host memory "
-            "already: leave it out"
-        )
+    _check_options(config, spec, device, name)
     if device is None:
         _check_deterministic(config, spec)
         num_bytes = weight_bytes(config, spec, shapes, folder) if measured is None else measured
@@ -126,6 +101,41 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     if config.pipeline_parallel_size > 1:
         drafts += draft_bytes(config, report)
     return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def _read_model(config: EngineConfig, folder: Path) -> tuple[ModelSpec, dict[str, Shape], int | None]:
+    """Return what the files say of a model: its structure, its parameters, and the bytes of its weights if they were counted.
+    Raises ModelFormatError or UnsupportedError, also for a draft head that is given as a model."""
+    try:
+        if config.model_impl == "transformers":
+            info = read_transformers_model(folder, config.dtype)
+            return info.spec, info.parameters, info.weight_bytes
+        spec = read_model_spec(folder, config.dtype)
+        spec = tie_missing_head(folder, spec) if config.allow_missing_head else spec
+        return spec, parameter_shapes(spec), None
+    except (ModelFormatError, UnsupportedError):
+        refuse_head(config, folder)
+        raise
+
+
+def _check_options(config: EngineConfig, spec: ModelSpec, device: torch.device | None, name: str) -> None:
+    """Raise ConfigError or UnsupportedError for options that the model or the device does not support; name: the device's."""
+    if config.enable_lora:
+        check_lora(config, spec, name)
+    check_backend(config)
+    check_context_parallel(config, spec, name)
+    has_device_stages = config.pipeline_parallel_size > 1 and device is not None
+    if has_device_stages:
+        check_device_stages(config, spec)
+    if config.enable_dp_attention:
+        check_dp_attention(config, spec, name)
+    if config.tensor_parallel_size > 1 or (device is not None and config.parallel.world_size > 1):
+        check_tensor_parallel(config, spec, name)
+    if device is None and config.cpu_offload_gb > 0:
+        raise ConfigError(
+            f"cpu_offload_gb is {config.cpu_offload_gb:g}, but the model runs on the CPU, where all weights are in host memory "
+            "already: leave it out"
+        )
 
 
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:

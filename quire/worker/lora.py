@@ -119,6 +119,8 @@ def check_lora(config: EngineConfig, spec: ModelSpec, device: str) -> None:
         raise ConfigError(
             "enable_eplb is True, but adapters of experts (enable_lora_experts) do not move between GPUs: leave one of them out"
         )
+    if any(layer.attention.shared_kv is not None for layer in spec.layers):  # matrices in blocks, and of entries
+        raise ConfigError(f"enable_lora is True, but a {spec.model_type!r} model takes no adapters: leave --enable-lora out")
     if config.enable_lora_experts and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(
             f"enable_lora_experts is True, but the model ({spec.model_type!r}) has no experts: leave --enable-lora-experts out"

@@ -18,7 +18,7 @@ from quire.contracts.memory import CONTEXT_CHUNK_TOKENS, HostPart, MemoryPlan, f
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.kernels.reference.kv_formats import KV_CODES
 from quire.model.build import runs_natively
-from quire.model.checkpoint import quantized_weights
+from quire.model.checkpoint import distinct_shapes, quantized_weights
 from quire.model.config_reader import read_quantization_config
 from quire.model.native_model import int8_head_bytes
 from quire.model.native_scratch import adapter_scratch_bytes, home_scratch_bytes, scratch_bytes
@@ -139,6 +139,8 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
         per_token += 3 * len(spec.layers) * spec.per_layer_inputs.size * width
     if spec.altup is not None:
         per_token += 3 * spec.altup.num_streams * spec.hidden_size * width
+    if spec.hyper is not None:  # what is normed and projected is f32
+        per_token += 3 * spec.hyper.num_streams * spec.hidden_size * (width + 4)
     logits = num_seqs * spec.vocab_size * (width + 3 * 4)
     return num_batched_tokens * per_token + _SCORE_BYTES + logits
 
@@ -154,6 +156,8 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
 
 def _base_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return weight_bytes without adapters."""
+    if any(layer.shared_block is not None for layer in spec.layers):
+        shapes = dict(distinct_shapes(folder, spec, shapes))
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
     if not uses_native_kernels(config, spec):
         return dense
@@ -179,6 +183,10 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
             raise ConfigError(
                 f"kv_cache_dtype {config.kv_cache_dtype!r} needs the native kernels, which do not run this model here; leave "
                 "it at 'auto'"
+            )
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}, but an indexer of keys needs the model's own: choose 'auto'"
             )
         check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=False)
         return config.kv_cache_dtype
@@ -303,7 +311,7 @@ def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) ->
     with a library's attention, which may read what is before the window; nor where the window is as long as a sequence, ranks
     share its tokens, or sequences have homes.
     """
-    windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
+    windows = [layer.attention.kept_window for layer in spec.layers if layer.attention.kept_window is not None]
     drafts = config.speculative_config
     return (
         bool(windows)

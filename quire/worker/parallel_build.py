@@ -53,7 +53,7 @@ from quire.worker.host_part import held_parameters, ranks_on_host, shard_of, sha
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group, start_workers
-from quire.worker.tiers import num_host_pages
+from quire.worker.tiers import num_host_pages, slot_bytes
 
 logger = get_logger(__name__)
 
@@ -324,10 +324,12 @@ def page_part(config: RankConfig, folder: Path, rank: int, own: KvSpec, exchange
     if config.slots_file < 0 or exchange is not None:
         return None
     spec = _read_spec(config, folder)
-    shard = ModelShard.of(spec, rank % len(config.shares), config.shares, config.placements(spec))
+    place = rank % len(config.shares)
+    shards = [ModelShard.of(spec, each, config.shares, config.placements(spec)) for each in range(len(config.shares))]
     whole = KvSpec.of(spec, config.block_size, config.kv_dtype)
-    first_heads = tuple(layer.cached_kv_heads.start for layer in shard.layers)
-    return PagePart(config.slots_file, whole, own, first_heads=first_heads)
+    first_heads = tuple(layer.cached_kv_heads.start for layer in shards[place].layers)
+    sizes = [shard.kv_spec(spec, config.block_size, config.kv_dtype).bytes_per_state for shard in shards]
+    return PagePart(config.slots_file, whole, own, 0, first_heads, sum(sizes), sum(sizes[:place]))
 
 
 def row_subgroups(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
@@ -364,7 +366,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
     try:
         num_pages = num_host_pages(config, report)
         if num_pages > 0:
-            files.append(slots_file(num_pages, report.memory.kv.bytes_per_block))
+            files.append(slots_file(num_pages, slot_bytes(report.memory)))
         rank_config = _rank_config(config, report, files, group_files)
         options = launch_options(config, pass_fds=(*files, *group_files), subgroups=subgroups)
         workers = start_workers(config, rank_config.to_json(), options)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import quire
-from quire.base.errors import ConfigError, UnsupportedError, WorkerError
+from quire.base.errors import ConfigError, QuireError, UnsupportedError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.model.resolve import resolve_model
 from quire.parallel.barrier import native_extension
-from quire.parallel.joined_workers import join_group, lead_group
+from quire.parallel.joined_workers import join_group, lead_group, refuse_group
 from quire.parallel.launch import spawn_workers
 from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
@@ -115,6 +116,23 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
     if health_address is not None:
         main = with_health(main, *health_address)
     return join_group(rendezvous, main, own=config)
+
+
+@contextmanager
+def failures_told(config: EngineConfig) -> Iterator[None]:
+    """If the block ends with a QuireError before the group has begun, tell the ranks that a launcher has started, and that wait
+    for this one, rank 0."""
+    try:
+        yield
+    except QuireError as error:
+        rendezvous = launched_group(config)
+        if rendezvous is not None:
+            logger.error("rank 0 cannot begin, which the other ranks are told: %s", error)
+            try:
+                refuse_group(rendezvous, str(error))
+            except WorkerError as unreachable:  # the group has begun, and its store has not ended yet
+                logger.debug("the other ranks were not told: %s", unreachable)
+        raise
 
 
 def launch_options(config: EngineConfig, **more: Any) -> LaunchOptions:

@@ -1,4 +1,4 @@
-"""What the leader of a tensor-parallel group tells its workers: the calls of its executor as messages of a MessageRing.
+"""What a leader tells its workers, of CPUs, GPUs or stages: the calls of its executor as messages of a MessageRing.
 
 A message is sixteen numbers and some arrays, so nothing is pickled. Every call reaches all workers in the leader's order.
 """
@@ -6,7 +6,7 @@ A message is sixteen numbers and some arrays, so nothing is pickled. Every call 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,19 +14,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.base.errors import InvariantError
 from quire.model.lora.adapter import Adapter, LowRankPair
+from quire.model.lora.numbers import AdapterHolder
 from quire.model.native_steps import OneTokenCall
 from quire.model.token_runs import TreePlaces
 from quire.parallel.expert_balance import Move
 from quire.parallel.ring import RingMessage
-from quire.worker.expert_moves import ExpertChange
+from quire.worker.expert_moves import ExpertChange, ExpertMover
 from quire.worker.step_executor import StateChange, StepTokens, TableEntry
 
 _Arrays = list[NDArray[np.generic]]
 
 
 class Call(IntEnum):
-    """Which call a message is. The leader's executor and decoder are what makes them."""
+    """Which call a message is. The leader's executor and decoder are what makes them.
+
+    HIDDEN_STATES                  to stages only
+    STAGED to SETTLE_PAGES         to ranks on GPUs only, in place of STEP, CHANGES and MOVE_TOKENS: see staged_call.py
+    """
 
     STEP = 1
     CHANGES = 2
@@ -41,6 +47,10 @@ class Call(IntEnum):
     LOAD_ADAPTER = 11
     UNLOAD_ADAPTER = 12
     WAIT = 13
+    HIDDEN_STATES = 14
+    STAGED = 15
+    USE_BLOCKS = 16
+    SETTLE_PAGES = 17
 
 
 class Changes(NamedTuple):
@@ -190,8 +200,8 @@ def decode_expert_change(message: RingMessage) -> ExpertChange:
     return ExpertChange(int(message.header[1]), tuple(Move(*move) for move in moves))
 
 
-def encode_adapter(adapter: Adapter, call: int = Call.LOAD_ADAPTER) -> Encoded:
-    """Return the message of a LoRA adapter to load, with its matrices; call: what the receiver knows the message by."""
+def encode_adapter(adapter: Adapter) -> Encoded:
+    """Return the message of a LoRA adapter to load, with its matrices."""
     pairs = adapter.pairs.items()
     about = {
         "key": adapter.key,
@@ -200,7 +210,7 @@ def encode_adapter(adapter: Adapter, call: int = Call.LOAD_ADAPTER) -> Encoded:
         "pairs": [[name, *pair.b.shape, pair.a.shape[1]] for name, pair in pairs],
     }
     matrices = [matrix.contiguous().view(-1).view(torch.uint8).numpy() for _, pair in pairs for matrix in pair]
-    return [call], [_text(json.dumps(about)), np.concatenate(matrices)]
+    return [Call.LOAD_ADAPTER], [_text(json.dumps(about)), np.concatenate(matrices)]
 
 
 def decode_adapter(message: RingMessage) -> Adapter:
@@ -216,14 +226,39 @@ def decode_adapter(message: RingMessage) -> Adapter:
     return Adapter(about["key"], about["rank"], pairs)
 
 
-def encode_adapter_key(key: str, call: int = Call.UNLOAD_ADAPTER) -> Encoded:
+def encode_adapter_key(key: str) -> Encoded:
     """Return the message of an adapter to unload."""
-    return [call], [_text(key)]
+    return [Call.UNLOAD_ADAPTER], [_text(key)]
 
 
 def decode_adapter_key(message: RingMessage) -> str:
     """Return what encode_adapter_key was given."""
     return _text_of(message.arrays[0])
+
+
+def change_model(
+    message: RingMessage,
+    adapters: AdapterHolder | None,
+    mover: ExpertMover | None = None,
+    own_part: Callable[[Adapter], Adapter] | None = None,
+) -> None:
+    """Load or unload an adapter, or load experts or switch to them, as the leader of any kind of worker says.
+
+    own_part: what a stage loads of an adapter. Raises InvariantError if the message is another call, or one that the worker
+    cannot make, as it has no adapters or no mover.
+    """
+    call = Call(int(message.header[0]))
+    if adapters is not None and call is Call.LOAD_ADAPTER:
+        adapter = decode_adapter(message)
+        adapters.load(adapter if own_part is None else own_part(adapter))
+    elif adapters is not None and call is Call.UNLOAD_ADAPTER:
+        adapters.unload(decode_adapter_key(message))
+    elif mover is not None and call is Call.LOAD_EXPERTS:
+        mover.prepare(decode_expert_change(message))
+    elif mover is not None and call is Call.SWITCH_EXPERTS:
+        mover.switch()
+    else:
+        raise InvariantError(f"the leader has sent call {call!r}, which this worker cannot make")
 
 
 def encode_one_token(call: OneTokenCall) -> Encoded:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from quire.base.errors import InvariantError
 from quire.base.numa import bind_rank_to_numa_node
 from quire.contracts.config import EngineConfig
 from quire.model.native_decoder import NativeDecoder
@@ -29,10 +28,8 @@ from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import (
     Call,
     Changes,
-    decode_adapter,
-    decode_adapter_key,
+    change_model,
     decode_changes,
-    decode_expert_change,
     decode_one_token,
     decode_page_moves,
     decode_step,
@@ -115,16 +112,8 @@ def make_call(
             decoder.logits_of(message.arrays[0].tolist())
         elif call is Call.ONE_TOKEN:
             OneTokenSteps.run_call(decoder, executor.target.kv, decode_one_token(message))
-        elif call is Call.LOAD_ADAPTER:
-            decoder.adapters.load(decode_adapter(message))
-        elif call is Call.UNLOAD_ADAPTER:
-            decoder.adapters.unload(decode_adapter_key(message))
-        elif mover is not None and call is Call.LOAD_EXPERTS:
-            mover.prepare(decode_expert_change(message))
-        elif mover is not None and call is Call.SWITCH_EXPERTS:
-            mover.switch()
         else:
-            raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+            change_model(message, decoder.adapters, mover)
 
 
 def _make_changes(executor: CpuStepExecutor, changes: Changes) -> None:

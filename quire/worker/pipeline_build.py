@@ -38,7 +38,7 @@ from quire.worker.pipeline_own_stage import OwnStage
 from quire.worker.pipeline_plan import kept_layers_of, stage_memories, stages_of
 from quire.worker.pipeline_stage import StageConfig, build_stage
 from quire.worker.pipeline_worker import StageExecutor, check_stage_memory
-from quire.worker.tiers import num_host_pages
+from quire.worker.tiers import num_host_pages, slot_bytes
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,7 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
     num_files = config.pipeline_parallel_size if config.tensor_parallel_size > 1 else 0
     rows_files = tuple(os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files))
     num_pages = num_host_pages(config, report)
-    page_files = (slots_file(num_pages, report.memory.kv.bytes_per_block),) if num_pages > 0 else ()
+    page_files = (slots_file(num_pages, slot_bytes(report.memory)),) if num_pages > 0 else ()
     release_threads = threads_release()
 
     def release() -> None:

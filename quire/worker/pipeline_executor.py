@@ -44,10 +44,11 @@ from quire.worker.parallel_messages import (
     encode_rows,
 )
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
-from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
+from quire.worker.pipeline_messages import encode_numbered_step, encode_request
 from quire.worker.pipeline_own_stage import OwnStage
 from quire.worker.pipeline_stage import StageConfig
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+from quire.worker.tiers import state_bytes
 
 logger = get_logger(__name__)
 
@@ -115,7 +116,7 @@ class PipelineExecutor:
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
         self._num_experts, self._placed = config.sizes.num_experts, placed
         self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
-        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0))
+        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0), state_bytes=state_bytes(memory))
         self.host_slab: HostSlab | None = None
         self.release: Callable[[], None] | None = None
 
@@ -217,7 +218,7 @@ class PipelineExecutor:
         """See StepExecutor; asked of the last stage, which answers after the steps that it was sent before."""
         if not started.keeps_all:
             raise InvariantError("logits_at was called for a step that has not kept all rows")
-        return self._ask(StageCall.LOGITS, started.slot, range(first, last), self.vocab_size)
+        return self._ask(Call.LOGITS, started.slot, range(first, last), self.vocab_size)
 
     def hidden_states(self, started: SentStep, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """See StepExecutor; asked of the last stage, as logits_at."""
@@ -225,7 +226,7 @@ class PipelineExecutor:
         places = list(hidden_rows) if started.keeps_all else range(first_kept, first_kept + len(hidden_rows))
 
         def read(first: int, last: int) -> Tensor:
-            return self._ask(StageCall.HIDDEN_STATES, started.slot, places[first:last], self._hidden_size).clone()
+            return self._ask(Call.HIDDEN_STATES, started.slot, places[first:last], self._hidden_size).clone()
 
         return read
 
@@ -307,7 +308,7 @@ class PipelineExecutor:
             self.release()
             self.release = None
 
-    def _ask(self, call: StageCall, slot: int, places: Sequence[int], width: int) -> Tensor:
+    def _ask(self, call: Call, slot: int, places: Sequence[int], width: int) -> Tensor:
         """Return what the last stage has computed for places in a slot: valid until it is asked again."""
         self._send(encode_request(call, slot, places))
         self._num_asked += 1

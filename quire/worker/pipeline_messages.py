@@ -6,7 +6,6 @@ Most are those of tensor parallelism (parallel_messages.py) with a number more; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 from quire.parallel.ring import RingMessage
 from quire.speculate.proposer import DraftInput
@@ -15,22 +14,6 @@ from quire.worker.parallel_messages import Call, Encoded, StepCall, encode_rows,
 _NUMBER, _READS = 3, 4
 """Where the header of a step has its number, and what draft heads read of it."""
 _INPUTS: tuple[DraftInput, ...] = ("layers", "final", "last")
-
-
-class StageCall(IntEnum):
-    """Which call a message is."""
-
-    STEP = Call.STEP
-    CHANGES = Call.CHANGES
-    MOVE_TOKENS = Call.MOVE_TOKENS
-    LOGITS = Call.LOGITS
-    HIDDEN_STATES = 16
-    SLEEP = Call.SLEEP
-    WAKE_UP = Call.WAKE_UP
-    MOVE_PAGES = Call.MOVE_PAGES
-    WAIT = Call.WAIT
-    LOAD_ADAPTER = Call.LOAD_ADAPTER
-    UNLOAD_ADAPTER = Call.UNLOAD_ADAPTER
 
 
 def encode_numbered_step(call: StepCall, number: int, reads: Sequence[DraftInput] = ()) -> Encoded:
@@ -49,7 +32,7 @@ def step_reads(message: RingMessage) -> list[DraftInput]:
     return [what for bit, what in enumerate(_INPUTS) if int(message.header[_READS]) >> bit & 1]
 
 
-def encode_request(call: StageCall, slot: int, places: Sequence[int]) -> Encoded:
+def encode_request(call: Call, slot: int, places: Sequence[int]) -> Encoded:
     """Return the message that asks the last stage for results of places in what it has left of the step in a slot."""
     header, arrays = encode_rows(Call.LOGITS, places)
     return [call, slot, *header[2:]], arrays

@@ -11,9 +11,8 @@ import numpy as np
 from quire.base.errors import QuireError
 from quire.parallel.barrier import AbortReason, ProcessBarrier
 from quire.parallel.ring import RingMessage, decode_message, encode_message, message_bytes
-from quire.worker.parallel_messages import Encoded
+from quire.worker.parallel_messages import Call, Encoded
 from quire.worker.pipeline_memory import PipelineMemory
-from quire.worker.pipeline_messages import StageCall
 from quire.worker.pipeline_worker import StageExecutor
 
 _LEAVE_S = 2.0
@@ -56,7 +55,7 @@ class OwnStage:
             while (message := self._messages.get()) is not None:
                 if not isinstance(message, RingMessage):
                     message()
-                elif not self._executor.follow(StageCall(int(message.header[0]))):
+                elif not self._executor.follow(Call(int(message.header[0]))):
                     self._executor.make_call(message)
         except Exception as error:  # noqa: BLE001 - told by the barrier
             text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

@@ -54,6 +54,11 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
             f"pipeline_parallel_size is {size}, but per-layer inputs and layers that read the keys and values of another layer "
             f"({spec.model_type}) run on one stage"
         )
+    if any(layer.shared_block is not None for layer in spec.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but layers of a {spec.model_type!r} model read the embeddings and share "
+            "weights: they run on one stage"
+        )
     methods = () if config.speculative_config is None else config.speculative_config.methods
     if "self" in methods:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,18 +120,32 @@ class StageConfig:
         first, last = (bisect_left(self.kept_layers, layer) for layer in (stage.start, stage.stop))
         return range(first, last)
 
-    def page_part(self, whole: KvSpec, own: KvSpec, first_layer: int = 0, shard: ModelShard | None = None) -> PagePart | None:
+    def page_part(
+        self,
+        whole: KvSpec,
+        own: KvSpec,
+        first_layer: int = 0,
+        shards: Sequence[tuple[ModelShard, KvSpec]] = (),
+        tensor_rank: int = 0,
+        state_bytes: int | None = None,
+    ) -> PagePart | None:
         """Return what a process holds of the pages of the host tier; None: there are none.
 
         whole, own   the KV caches of the model and of the process
         first_layer  of its stage
-        shard        of the whole model, of the ranks of a stage
+        shards       of the whole model, of the ranks of a stage, with their KV caches of all layers; empty where it has one
+        state_bytes  of a recurrent state over all ranks; None: they follow from the rest
         """
         if self.slots_file < 0:
             return None
         layers = range(first_layer, first_layer + len(own.layer_shapes))
-        first_heads = tuple(0 if shard is None else shard.layers[layer].cached_kv_heads.start for layer in layers)
-        return PagePart(self.slots_file, whole, own, first_layer, first_heads)
+        first_heads = tuple(0 if not shards else shards[tensor_rank][0].layers[layer].cached_kv_heads.start for layer in layers)
+        ranks = [kv for _, kv in shards] or [whole]
+        first_byte = (
+            sum(kv.bytes_per_state for kv in ranks[:tensor_rank]) + ranks[tensor_rank].part(0, first_layer).bytes_per_state
+        )
+        num_bytes = sum(kv.bytes_per_state for kv in ranks) if state_bytes is None else state_bytes
+        return PagePart(self.slots_file, whole, own, first_layer, first_heads, num_bytes, first_byte)
 
     @property
     def subgroups(self) -> dict[str, tuple[int, ...]]:
@@ -171,13 +185,15 @@ def build_stage(
     policy = None if config.quantization is None else POLICIES[config.quantization]
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
     is_windowed = config.num_window_blocks > 0
-    group, shard, kv = None, None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
-    whole = kv
+    group, kv = None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+    whole, shards = kv, list[tuple[ModelShard, KvSpec]]()
     if place.num_tensor_ranks > 1:
-        rank, size = place.tensor_rank, config.context_size
-        shard = ModelShard.of(spec, rank, config.shares, placements_of(config.expert_ranks, spec), size)
+        rank, size, placements = place.tensor_rank, config.context_size, placements_of(config.expert_ranks, spec)
+        for each in range(place.num_tensor_ranks):
+            one = ModelShard.of(spec, each, config.shares, placements, size)
+            shards.append((one, one.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)))
+        shard, kv = shards[rank]
         context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
-        kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
         assert rows_file is not None
         own_shard = shard.part(stage.start, stage.stop)
         group = RankGroup(own_shard, subgroups[place.barrier_name].address, rows_file, context=context)
@@ -197,4 +213,4 @@ def build_stage(
         config.num_state_checkpoints,
         num_window_blocks=config.num_window_blocks,
     )
-    return decoder, plan, config.page_part(whole, own, stage.start, shard)
+    return decoder, plan, config.page_part(whole, own, stage.start, shards, place.tensor_rank)

@@ -5,7 +5,6 @@ Run by the leader as `python -m quire.worker.pipeline_worker`, see quire.paralle
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import InvariantError
 from quire.base.numa import bind_rank_to_numa_node
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan
@@ -38,10 +36,10 @@ from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_build import check_rank_memory, threads_of_host
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import (
+    Call,
     Changes,
     StepCall,
-    decode_adapter,
-    decode_adapter_key,
+    change_model,
     decode_changes,
     decode_page_moves,
     decode_step,
@@ -49,7 +47,7 @@ from quire.worker.parallel_messages import (
 from quire.worker.pipeline_join import StageMeans, meet_stages
 from quire.worker.pipeline_link import Block
 from quire.worker.pipeline_memory import PipelineMemory
-from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
+from quire.worker.pipeline_messages import request_slot, step_number, step_reads
 from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
 from quire.worker.state_table import StateTable
 from quire.worker.step_executor import StepTokens
@@ -90,7 +88,7 @@ def main(context: WorkerContext) -> None:
             message = context.ring.receive()
             if message is None:
                 continue
-            if not executor.follow(StageCall(int(message.header[0]))):
+            if not executor.follow(Call(int(message.header[0]))):
                 executor.make_call(message)
                 continue
             context.communicator.barrier()  # the leader waits in it
@@ -137,6 +135,7 @@ class StageExecutor:
         self._row_adapters: dict[int, NDArray[np.int32] | None] = {}  # of the last step in each slot
         self._num_answers = 0
         self._slab: HostSlab | None = None
+        self._num_checkpoints = plan.num_state_checkpoints
 
     @property
     def spared_bytes(self) -> int:
@@ -146,42 +145,38 @@ class StageExecutor:
     def open_host_tier(self, num_pages: int, part: PagePart | None) -> None:
         """Map the pages of the host tier, if it has any; part: None: pages of these layers alone."""
         if num_pages > 0:
-            self._slab = HostSlab(self._kv, num_pages, part=part)
+            self._slab = HostSlab(self._kv, num_pages, part=part, num_checkpoints=self._num_checkpoints)
 
-    def follow(self, call: StageCall) -> bool:
+    def follow(self, call: Call) -> bool:
         """Make a call that the leader waits for; return whether it was such a call."""
-        if call is StageCall.SLEEP:
+        if call is Call.SLEEP:
             self._pages.close()
             self._kv.drop()
-        elif call is StageCall.WAKE_UP:
+        elif call is Call.WAKE_UP:
             self._pages = PageSupply(self._kv)
             self._pages.start()
         else:
-            return call is StageCall.WAIT
+            return call is Call.WAIT
         return True
 
     def make_call(self, message: RingMessage) -> None:
         """Make one call of the leader."""
-        call = StageCall(int(message.header[0]))
+        call = Call(int(message.header[0]))
         with self._pages:
-            if call is StageCall.STEP:
+            if call is Call.STEP:
                 self._run(step_number(message), decode_step(message), step_reads(message))
-            elif call is StageCall.CHANGES:
+            elif call is Call.CHANGES:
                 self._change(decode_changes(message))
-            elif call is StageCall.MOVE_TOKENS:
+            elif call is Call.MOVE_TOKENS:
                 sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
                 self._decoder.move_tokens(self._kv, sources, targets)
-            elif call is StageCall.MOVE_PAGES and self._slab is not None:
+            elif call is Call.MOVE_PAGES and self._slab is not None:
                 self._slab.move(*decode_page_moves(message))
-            elif call is StageCall.LOAD_ADAPTER:
-                self._decoder.adapters.load(self._stage.adapter(decode_adapter(message)))
-            elif call is StageCall.UNLOAD_ADAPTER:
-                self._decoder.adapters.unload(decode_adapter_key(message))
-            elif call in (StageCall.LOGITS, StageCall.HIDDEN_STATES):
+            elif call in (Call.LOGITS, Call.HIDDEN_STATES):
                 if self._stage.is_last:
                     self._answer(call, request_slot(message), message.arrays[0].tolist())
             else:
-                raise InvariantError(f"the leader has sent call {call!r}, which no stage knows")
+                change_model(message, self._decoder.adapters, own_part=self._stage.adapter)
 
     def _change(self, changes: Changes) -> None:
         """Change block tables, and copy blocks."""
@@ -233,8 +228,7 @@ class StageExecutor:
             self._write_features(slot, tokens, reads, outputs)
         tokens_of_experts = self._own_expert_tokens
         if len(tokens_of_experts):
-            counts = itertools.chain.from_iterable(self._decoder.plan.expert_tokens())
-            tokens_of_experts[:] = np.fromiter(counts, np.int64, len(tokens_of_experts))
+            self._decoder.plan.copy_expert_tokens(tokens_of_experts.ctypes.data, len(tokens_of_experts))
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)
@@ -260,12 +254,12 @@ class StageExecutor:
                 out = self._memory.features(slot, (self._num_kept + index) * hidden_size, hidden_size, len(rows))
                 self._decoder.write_hidden_states(self._memory.rows(slot), rows, out.data_ptr())
 
-    def _answer(self, call: StageCall, slot: int, places: list[int]) -> None:
+    def _answer(self, call: Call, slot: int, places: list[int]) -> None:
         """Compute what the leader has asked for: logits on all ranks, hidden states on the first one, which has whole rows."""
         began_s = time.perf_counter()
         rows, spec = self._memory.rows(slot), self._decoder.spec
-        out = self._memory.answer(len(places), spec.vocab_size if call is StageCall.LOGITS else spec.hidden_size)
-        if call is StageCall.LOGITS:
+        out = self._memory.answer(len(places), spec.vocab_size if call is Call.LOGITS else spec.hidden_size)
+        if call is Call.LOGITS:
             self._decoder.write_logits(rows, places, out.data_ptr(), self._row_adapters.get(slot))
         elif self._is_first_rank:
             self._decoder.write_hidden_states(rows, places, out.data_ptr())

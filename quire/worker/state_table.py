@@ -38,6 +38,7 @@ class StateTable:
             raise InvariantError("a step of a model with a recurrent state does not say what becomes of the states")
         if tokens.trees is not None:
             raise InvariantError("a recurrent state has no branches: drafts must be chains")
+        self._copies.clear()  # of a step that failed before they were taken
         for batch_slot, position, checkpoint in change.starts:
             row = _ZEROS if checkpoint is None else self._first_checkpoint + checkpoint
             if self._copies_starts and row != _ZEROS:

@@ -403,6 +403,8 @@ class StepDriver:
         self._ready_s = time.perf_counter()
         if self._block_scorer is not None and running.observed:
             keep_observed(self._block_scorer, running.observed)
+        if running.is_deferred:
+            running.masks.note_end()
         pending = running.masks.wait() if running.pending is None else running.pending
         prompts, logprobs = running.prompts, _NO_PROMPT_LOGPROBS
         if prompts is not None and prompts.has_logprobs:

@@ -34,9 +34,7 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
     if report.spec.has_recurrent_state:
-        raise ConfigError(
-            f"{name} is {value!r}, but {report.spec.model_type} has a recurrent state, which KV tiers do not hold: leave it out"
-        )
+        _check_states(config, report, f"{name} is {value!r}, but {report.spec.model_type} has a recurrent state")
     if not report.spec.is_causal:
         raise ConfigError(f"{name} is {value!r}, but the model attends in both directions, which caches nothing: leave it out")
     if report.spec.implementation == "transformers":
@@ -52,6 +50,16 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(
             f"kv_host_bytes is {config.host_tier_bytes}, but a page (one KV block of {report.memory.kv.block_size} tokens) "
             f"takes {page_bytes(report.memory)} bytes; raise it"
+        )
+
+
+def _check_states(config: EngineConfig, report: ModelReport, what: str) -> None:
+    if launched_group(config) is not None or config.distributed_executor_backend == "ray":
+        raise ConfigError(f"{what}, whose ranks share pages only where one process has started the others: leave it out")
+    num_bytes = page_bytes(report.memory) * (num_state_pages(report.memory) + 1)
+    if config.host_tier_bytes < num_bytes:
+        raise ConfigError(
+            f"{what}: a KV block and a state take {num_bytes} bytes of kv_host_bytes, which is {config.host_tier_bytes}"
         )
 
 
@@ -72,13 +80,29 @@ def max_page_saves(report: ModelReport) -> int:
     """Return how many pages one step copies to the host tier at most; each GPU copies its share of them."""
     most = _MAX_SAVED_BYTES if report.device == "cpu" else MAX_SAVED_BYTES_ON_GPU
     num_bytes = max(report.memory.page_shares, default=page_bytes(report.memory))
-    return max(1, most // max(1, num_bytes))
+    return max(1, num_state_pages(report.memory), most // max(1, num_bytes))
+
+
+def state_bytes(memory: MemoryPlan) -> int:
+    """Return the bytes of a recurrent state over all ranks; 0: there is none."""
+    return memory.kv.bytes_per_state if memory.host is None else memory.host.bytes_per_state
+
+
+def slot_bytes(memory: MemoryPlan) -> int:
+    """Return the bytes of a page in the memory that processes of a host share: those of a block, and where blocks have no
+    bytes, as no layer has attention, those of a state."""
+    return memory.kv.bytes_per_block or state_bytes(memory)
+
+
+def num_state_pages(memory: MemoryPlan) -> int:
+    """Return how many pages a recurrent state takes; 0: there is none."""
+    return -(-state_bytes(memory) // max(1, slot_bytes(memory)))
 
 
 def page_bytes(memory: MemoryPlan) -> int:
     """Return the bytes of a page over all ranks, or over those of this host where these hold more: key and value heads that
     several ranks hold count for each."""
-    return sum(memory.page_shares) or max(memory.kv.bytes_per_block, memory.host_bytes_per_block)
+    return sum(memory.page_shares) or max(memory.kv.bytes_per_block, memory.host_bytes_per_block) or state_bytes(memory)
 
 
 def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -95,7 +119,14 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "max_model_len": str(report.memory.max_model_len),
         "kv": repr((kv.format_name, kv.block_size, kv.layer_shapes)),
         "page": _page_name(config, report),
+        **_states_name(config, report),
     }
+
+
+def _states_name(config: EngineConfig, report: ModelReport) -> dict[str, str]:
+    """Return how recurrent states are laid out; nothing where there are none."""
+    kv = report.memory.kv
+    return {"states": repr((kv.dtype, config.parallel.shares, kv.state_shapes))} if state_bytes(report.memory) else {}
 
 
 def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -117,6 +148,7 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "kv_heads": _runs(kv.layer_shapes),
         "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
+        **_states_name(config, report),
     }
 
 

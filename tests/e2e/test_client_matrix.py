@@ -1,118 +1,24 @@
-"""The official clients over every option of every route: a table of (route, option, what must follow), run by four clients.
+"""The official OpenAI clients over every option of every route: a table of (route, option, what must follow), run by both.
 
 Each check looks at what an option does. What it should do is found out by other requests, or by the logits of single tokens.
 """
 
-import asyncio
 import base64
-import inspect
 import json
-import operator
 import struct
 
-import anthropic
-import httpx
 import openai
 import pytest
 
-from tests.e2e.tooled_model import KEY, SCHEMA, fits_schema
+from tests.e2e.asking import GREEDY, MESSAGES, NUM_TOKENS, PROMPT, checks, flavours, text_of
+from tests.e2e.tooled_model import SCHEMA, fits_schema
 
-PROMPT = "It was a cold morning when"
-MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 OTHER = {"type": "function", "function": {"name": "tides", "parameters": SCHEMA}}
 FLAT = {"type": "function", "name": "weather", "parameters": SCHEMA}
-INPUT_TOOL = {"name": "weather", "input_schema": SCHEMA}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
 EOS = 0
-NUM_TOKENS = 16
-GREEDY = {"temperature": 0}
-ROUTES = {
-    "completions": ("completions.create", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}),
-    "chat": ("chat.completions.create", {"messages": MESSAGES, "max_tokens": NUM_TOKENS}),
-    "responses": ("responses.create", {"input": MESSAGES[0]["content"], "max_output_tokens": NUM_TOKENS}),
-    "messages": ("messages.create", {"messages": MESSAGES, "max_tokens": NUM_TOKENS}),
-}
-
-
-class Asker:
-    """Calls methods of one client by their paths; what they return is awaited, and of a stream all events are read."""
-
-    def __init__(self, client, url, runner=None):
-        self.client, self.url, self._runner = client, url, runner
-
-    def __call__(self, method, /, *args, **fields):
-        function = operator.attrgetter(method)(self.client)
-        if self._runner is None:
-            return self._read(function(*args, **fields))
-        return self._runner.run(self._read_async(function(*args, **fields)))
-
-    def _read(self, found):
-        return list(found) if isinstance(found, openai.Stream | anthropic.Stream) else found
-
-    async def _read_async(self, call):
-        found = await call
-        return [event async for event in found] if isinstance(found, openai.AsyncStream | anthropic.AsyncStream) else found
-
-    def create(self, route, **options):
-        """Return the answer of a generating route; what its client does not know goes into the body as it is."""
-        path, fields = ROUTES[route]
-        known = inspect.signature(operator.attrgetter(path)(self.client)).parameters
-        fields = {"model": "demo", **fields, **options}
-        extra = {name: fields.pop(name) for name in list(fields) if name not in known}
-        return self(path, **fields, **({"extra_body": extra} if extra else {}))
-
-    def text(self, route, **options):
-        """Return the text of its answer."""
-        return text_of(self.create(route, **options))
-
-    def greedy(self, route, **options):
-        """Return the text of its most likely answer."""
-        return self.text(route, **GREEDY, **options)
-
-    def post(self, path, body):
-        """Post to a route that the client has no method for."""
-        return self("post", self.url + path, cast_to=object, body=body)
-
-    def refusal(self, method, /, **fields):
-        """Return what a call raises."""
-        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
-            self(method, **fields)
-        return caught.value
-
-
-def text_of(answer):
-    if hasattr(answer, "output_text"):
-        return answer.output_text
-    if hasattr(answer, "choices"):
-        choice = answer.choices[0]
-        return choice.text if hasattr(choice, "text") else choice.message.content
-    return "".join(block.text for block in answer.content if block.type == "text")
-
-
-def flavours(sync, is_async, path):
-    @pytest.fixture(scope="module", params=["sync", "async"])
-    def ask(request, tooled_server):
-        options = {"base_url": tooled_server.url + path, "api_key": KEY, "max_retries": 0}
-        if request.param == "sync":
-            with sync(**options) as client:
-                yield Asker(client, tooled_server.url)
-            return
-        with asyncio.Runner() as runner:
-            client = is_async(**options)
-            yield Asker(client, tooled_server.url, runner)
-            runner.run(client.close())
-
-    return ask
-
-
 ask_openai = flavours(openai.OpenAI, openai.AsyncOpenAI, "/v1")
-ask_anthropic = flavours(anthropic.Anthropic, anthropic.AsyncAnthropic, "")
-
-
-def checks(*rows):
-    """Parametrise a test with rows of (name, check)."""
-    return pytest.mark.parametrize("check", [check for _, check in rows], ids=[name for name, _ in rows])
 
 
 # What the sampler does, on every route that takes the option.
@@ -640,120 +546,3 @@ def test_request_ends_at_the_time_that_its_client_states(ask_openai, header, sta
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 5, "extra_headers": {header: "0.000001"}}
     error = ask_openai.refusal("completions.create", **body)
     assert (error.status_code, error.code) == (status, "request_timeout")
-
-
-# The Anthropic API.
-
-
-def is_greedy_message(ask):
-    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0}):
-        assert ask.text("messages", **{"temperature": 1, **options}) == ask.greedy("messages")
-
-
-def messages_vary_with_the_temperature(ask):
-    assert len({ask.text("messages", temperature=1, top_p=1) for _ in range(4)}) > 1
-
-
-def message_stops(ask):
-    whole = ask.greedy("messages")
-    stop = whole.split()[3]
-    answer = ask.create("messages", **GREEDY, stop_sequences=[stop])
-    assert (text_of(answer), answer.stop_reason, answer.stop_sequence) == (whole[: whole.index(stop)], "stop_sequence", stop)
-    answer = ask.create("messages", **GREEDY, max_tokens=3)
-    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 3)
-
-
-def system_is_read(ask):
-    blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    assert ask.greedy("messages", system="Be brief.") == ask.greedy("messages", system=blocks) != ask.greedy("messages")
-
-
-def message_hints_change_nothing(ask):
-    hints = {"metadata": {"user_id": "ann"}, "thinking": {"type": "disabled"}, "service_tier": "auto"}
-    no_effect = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "high"}}
-    assert ask.greedy("messages", **no_effect) == ask.greedy("messages")
-    assert ask.greedy("messages", **hints) == ask.greedy("messages")
-    assert ask.create("messages", service_tier="standard_only").usage.service_tier == "standard"
-
-
-def used(answer):
-    return [block for block in answer.content if block.type == "tool_use"]
-
-
-def message_tools_are_called_as_chosen(ask):
-    options = {**GREEDY, "max_tokens": 300, "tools": [INPUT_TOOL, {**INPUT_TOOL, "name": "tides"}]}
-    for choice, names in (({"type": "any"}, {"weather", "tides"}), ({"type": "tool", "name": "tides"}, {"tides"})):
-        answer = ask.create("messages", **options, tool_choice={**choice, "disable_parallel_tool_use": True})
-        assert answer.stop_reason == "tool_use"
-        assert [block.name in names and fits_schema(block.input) for block in used(answer)] == [True]
-    assert used(ask.create("messages", **options, tool_choice={"type": "none"})) == []
-    counts = [ask("messages.count_tokens", model="demo", messages=MESSAGES, tools=tools) for tools in ([], [INPUT_TOOL])]
-    assert counts[0].input_tokens < counts[1].input_tokens
-
-
-def message_is_json_of_its_schema(ask):
-    wanted = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    assert fits_schema(json.loads(ask.greedy("messages", max_tokens=200, output_config=wanted)))
-
-
-def message_streams(ask):
-    events = ask.create("messages", **GREEDY, stream=True)
-    assert "".join(event.delta.text for event in events if event.type == "content_block_delta") == ask.greedy("messages")
-
-
-def message_headers_say_which_request_it_was(ask):
-    raw = ask("messages.with_raw_response.create", model="demo", messages=MESSAGES, max_tokens=2)
-    assert raw.headers["request-id"].startswith("req_")
-    assert ask.create("messages")._request_id.startswith("req_")
-
-
-def tokens_are_counted_by_post(ask):
-    assert ask.post("/detokenize", ask.post("/tokenize", {"prompt": PROMPT}) and {"tokens": [300, 301]})["prompt"]
-    (model,) = ask("models.list").data
-    assert (model.id, model.display_name, model.type) == ("demo", "demo", "model")
-    assert model.created_at.timestamp() == ask("models.retrieve", "demo").created
-
-
-@pytest.mark.covering
-@checks(
-    ("top_k, top_p, temperature", is_greedy_message),
-    ("temperature=1", messages_vary_with_the_temperature),
-    ("stop_sequences, max_tokens", message_stops),
-    ("system", system_is_read),
-    ("metadata, thinking, service_tier", message_hints_change_nothing),
-    ("tools, tool_choice", message_tools_are_called_as_chosen),
-    ("output_config", message_is_json_of_its_schema),
-    ("stream", message_streams),
-    ("headers", message_headers_say_which_request_it_was),
-    ("tokenize, models", tokens_are_counted_by_post),
-)
-def test_anthropic_option_does_what_it_says(ask_anthropic, check):
-    check(ask_anthropic)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({"max_tokens": 0}, anthropic.BadRequestError),
-        ({"stop_sequences": [""]}, anthropic.BadRequestError),
-        ({"temperature": 3}, anthropic.BadRequestError),
-        ({"service_tier": "fast"}, anthropic.BadRequestError),
-        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, anthropic.BadRequestError),
-        ({"model": "other"}, anthropic.NotFoundError),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_anthropic_refusal_is_the_exception_of_its_kind_and_names_the_field(ask_anthropic, options, kind):
-    with pytest.raises(anthropic.APIStatusError) as caught:
-        ask_anthropic.create("messages", **options)
-    assert type(caught.value) is kind
-    assert next(iter(options)) in str(caught.value)
-    assert caught.value.body["error"]["type"] == ("not_found_error" if "model" in options else "invalid_request_error")
-
-
-def test_body_that_no_client_can_be_asked_for_is_refused_alike(tooled_server):
-    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/v1/messages"):
-        answer = httpx.post(tooled_server.url + path, content=b'{"model": "demo",', headers=headers)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

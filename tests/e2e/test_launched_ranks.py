@@ -119,6 +119,15 @@ def test_ranks_that_are_told_other_options_are_named_with_both():
     assert "rank 1 has option quantization 'int8', rank 0 None" in leader[2]
 
 
+def test_ranks_end_with_the_reason_of_a_leader_that_refuses_an_option():
+    port = free_port()
+    leader, worker = _end([_start(_lws(rank, 2, port), *GENERATE, "-tp", "2", "--max-model-len", "99999") for rank in (0, 1)])
+    assert leader[0] != 0
+    assert worker[0] != 0
+    assert "max_model_len is 99999" in leader[2]
+    assert "cannot begin: max_model_len is 99999" in worker[2]
+
+
 def test_another_number_of_processes_than_ranks_is_refused():
     ((status, _, errors),) = _end([_start(_torchrun(0, 3, free_port()), *GENERATE, "-tp", "2")])
     assert status != 0

@@ -93,11 +93,3 @@ def test_start_is_refused_at_once_when_key_and_certificate_do_not_fit(tmp_path, 
     assert (alone.returncode, "ssl_certfile is not given" in alone.stderr) == (1, True)
     wrong = run_serve("--port", "0", "--ssl-keyfile", str(cert), "--ssl-certfile", str(cert))
     assert (wrong.returncode, "cannot be used" in wrong.stderr) == (1, True)
-
-
-def test_start_is_refused_when_the_path_of_the_socket_is_a_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("kept")
-    refused = run_serve("--uds", str(path))
-    assert (refused.returncode, "uds: cannot listen on" in refused.stderr) == (1, True)
-    assert path.read_text() == "kept"

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.golden.published_files import MINIMAX_M3
+
 Options = dict[str, object]
 
 
@@ -30,6 +32,7 @@ _OLMO3_ROPES = {
     "sliding_attention": _rope("default", rope_theta=500000.0),
 }
 _GPTJ = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 131, "n_inner": None, "rotary_dim": 8}
+_GPT = {name: value for name, value in _GPTJ.items() if name != "rotary_dim"}
 _OPT = {"ffn_dim": 80, "word_embed_proj_dim": 48}
 _LLAMA4 = {
     "intermediate_size_mlp": 80,
@@ -48,6 +51,11 @@ _KIMI = {
     **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
+
+_GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 7.0}
+_LATENT = {name: _KIMI[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+_LATENT["num_key_value_heads"] = 4
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "num_hidden_layers": 3}
 
 CASES: dict[str, tuple[str, Options]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
@@ -100,7 +108,66 @@ CASES: dict[str, tuple[str, Options]] = {
     "nanochat": ("nanochat", {"final_logit_softcapping": 3.0, "attention_bias": True}),
     "llama4-dense": ("llama4_text", _LLAMA4),
     "llama4-moe": ("llama4_text", _LLAMA4_MOE),
+    "jais2": ("jais2", {}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 16, "attention_bias": True}),
+    "exaone": ("exaone", {"head_dim": 16, "rope_parameters": _LLAMA3}),
+    "vaultgemma": ("vaultgemma", {"head_dim": 20, "sliding_window": 11, "query_pre_attn_scalar": 24}),
+    "hyperclovax": ("hyperclovax", {**_GRANITE, "mlp_bias": True}),
+    "granite-swa": ("granite_swa", {**_GRANITE, "sliding_window": 11, "layer_rope_theta": [0, 5000.0]}),
+    "falcon": ("falcon", {"ffn_hidden_size": 72}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-one-norm": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "falcon-sequential": ("falcon", {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "gpt-bigcode": ("gpt_bigcode", _GPT),
+    "gpt-bigcode-heads": ("gpt_bigcode", {**_GPT, "multi_query": False, "n_inner": 72}),
+    "codegen": ("codegen", _GPTJ),
+    "gpt-neo": ("gpt_neo", {"window_size": 11, "attention_types": [[["global", "local"], 1]]}),
+    "persimmon": ("persimmon", _partial(0.5)),
+    "bloom": ("bloom", {"n_head": 6}),
+    "mpt": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 0.9}}),
+    "youtu": ("youtu", {**_LATENT, "pad_token_id": None}),
 }
+
+MIXTURES: dict[str, tuple[str, Options]] = {
+    "afmoe": (
+        "afmoe",
+        {**_EXPERTS, "num_shared_experts": 1, "route_scale": 1.7, "mup_enabled": True, "sliding_window": 11}
+        | {"global_attn_every_n_layers": 3},
+    ),
+    "hy-v3": ("hy_v3", {**_EXPERTS, "mlp_bias": True}),
+    "granitemoe-swa": (
+        "granitemoe_swa",
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "sliding_window": 11},
+    ),
+    "cohere2-moe": (
+        "cohere2_moe",
+        {**_EXPERTS, "sliding_window": 11, "sliding_window_pattern": 2, "num_shared_experts": 1, "logit_scale": 0.25}
+        | {"prefix_dense_intermediate_size": 56, "first_k_dense_replace": 1},
+    ),
+    "cohere2-moe-sigmoid": (
+        "cohere2_moe",
+        {**_EXPERTS, "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum"},
+    ),
+    "mellum": (
+        "mellum",
+        {**_EXPERTS, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {**_OLMO3_ROPES, "sliding_attention": _rope("default")}},
+    ),
+    "sarvam-moe": ("sarvam_moe", {**_EXPERTS, "first_k_dense_replace": 1}),
+    "sarvam-mla": ("sarvam_mla", {**_KIMI, "q_lora_rank": None, "num_hidden_layers": 2}),
+}
+"""Mixtures of families that are put together from what others have."""
+
+ALIBI_CASES = ("bloom", "mpt")
+"""Which torch runs on a CPU, and nothing on a GPU."""
+COMPOSED = (
+    *ALIBI_CASES,
+    *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
+    *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
+    *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla"),
+)
+"""Cases whose layers have nothing that layers of other cases do not have."""
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN3_VISION: Options = {
@@ -131,6 +198,7 @@ WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
     ),
     "mistral3-mistral4": ("mistral3", "mistral4", {**_KIMI, "rope_parameters": _MINISTRAL3}, _PIXTRAL),
     "kimi-k25": ("kimi_k25", "deepseek_v3", _KIMI, _KIMI_VISION),
+    "minimax-m3": ("minimax_m3_vl", "minimax_m3_vl_text", MINIMAX_M3, {**_VISION, "image_size": 28, "patch_size": 14}),
     "internvl": (
         "internvl",
         "qwen3",

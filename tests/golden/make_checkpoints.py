@@ -21,6 +21,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases, gemma_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
+from tests.golden.published_files import DEEPSEEK_V4, MIMO_V2_FLASH, publish, split_convolutions
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -262,6 +263,8 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek-v32": ("deepseek_v32", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, "rope_parameters": _MSCALE_YARN}),
     "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER}),
+    "deepseek-v4": ("deepseek_v4", {**DEEPSEEK_V4, **_INDEXER, "index_topk": 5, "rope_parameters": _LONG_YARN}),
+    "mimo-v2-flash": ("mimo_v2_flash", MIMO_V2_FLASH),
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
 }
 
@@ -340,6 +343,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
 }
 
+_MIXTURES |= dense_cases.MIXTURES
 _CONFIGS |= _MIXTURES
 
 CASES: tuple[str, ...] = tuple(_CONFIGS)
@@ -351,15 +355,18 @@ _LIKE_OTHERS = (
     *("qwen2-window", "qwen2-moe-window", "dots1-window", "smollm3-window", "phi3-window", "mixtral-window", "gemma2-no-cap"),
     *("phimoe-longrope", "olmoe-renorm", "glm4-moe-no-renorm", "qwen3-moe-no-renorm", "hunyuan-moe-alpha"),
     *("deepseek-v3-halves", "olmo-clip", "exaone4-full", "gpt-oss-no-bias", "starcoder2-no-bias", "opt-no-bias"),
+    *dense_cases.COMPOSED,
 )
 STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _LIKE_OTHERS)
 """Without cases that differ from another of their family in rotations, windows or numbers only, or by having less."""
 QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
-"""Whose keys are chosen by an indexer: torch runs them, no native kernel does."""
+"""Whose keys are chosen by an indexer."""
+TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
+"""Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
-    *(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options),
+    *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
     *(name for name, (_, _, text, _) in WRAPPED.items() if "kv_lora_rank" in text),
 )
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
@@ -396,6 +403,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         convert(folder, name)
     if name == "kimi-k25":
         restore_layer_names(folder)
+    if name.startswith("olmo-hybrid"):
+        split_convolutions(folder)
     if name == "qwen3-vl-moe":
         transpose_experts(folder)
     if style == "v4":
@@ -437,7 +446,7 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
-        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe"):
+        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe", "minimax_m3_vl"):
             options["experts_implementation"] = "eager"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
@@ -460,7 +469,7 @@ def _class_of(model_type: str) -> type:
 
 
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
-    if model_type in ("gpt2", "gptj"):
+    if model_type in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         return {**options, "bos_token_id": 1, "eos_token_id": 2}
     return deepcopy({**_BASE, **options})  # configs change their rope parameters in place
 
@@ -483,7 +492,7 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
     is_gemma = name in {**gemma_cases.CASES, **gemma_cases.WRAPPED}
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
+    is_offset = name.startswith(("gemma", "vaultgemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -503,6 +512,8 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
                 buffer.copy_(0.3 * randn(buffer.shape))
             elif key.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.2 * randn(buffer.shape))
+            elif key.endswith("tid2eid"):
+                buffer.copy_(randn(len(buffer), 6).topk(buffer.shape[1]).indices)
 
 
 def rewrite_as_v4(folder: Path) -> None:
@@ -512,6 +523,7 @@ def rewrite_as_v4(folder: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     text = config.get("text_config", config)
     text.pop("dtype", None)
+    publish(folder, text)
     _rewrite_rope(text)
     if text["model_type"].startswith("gemma4"):
         _rewrite_sizes(text)
@@ -525,6 +537,7 @@ def rewrite_as_v4(folder: Path) -> None:
         "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
+        "mellum",
     ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
@@ -559,11 +572,12 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
             **{"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")},
             "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
         }
+    if text["model_type"] in ("kimi_linear", "cohere2_moe"):
         text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith("gemma4"):
+    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid", "mellum")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

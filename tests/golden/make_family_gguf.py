@@ -30,10 +30,18 @@ ARCHITECTURES = {
     **{"glm": "chatglm", "apertus": "apertus", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "olmo": "olmo"},
     **{"deepseek_v32": "deepseek32", "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "mistral4": "mistral4"},
     **{"minicpm3": "minicpm3", "ministral3": "mistral3", "phimoe": "phimoe", "exaone_moe": "exaone-moe"},
-    **{"solar_open": "glm4moe", "qwen3_moe": "qwen3vlmoe"},
+    **{"solar_open": "glm4moe", "qwen3_moe": "qwen3vlmoe", "gpt_bigcode": "starcoder", "youtu": "deepseek2"},
+    **{kind: kind.replace("cohere2_moe", "cohere2moe") for kind in ("afmoe", "bloom", "cohere2_moe", "falcon", "granite_swa")},
+    **{kind: kind for kind in ("hy_v3", "jais2", "mellum")},
 }
-_PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3", "olmo", "ministral3")
-_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "minicpm3")
+_ALIASES = {
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "num_kv_heads": "num_key_value_heads",
+}
+_PERMUTED = ("granite_swa", "arcee", "granitemoe", "granitemoeshared", "smollm3", "olmo", "ministral3")
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "minicpm3", "youtu")
 _FUSED_EXPERTS = ("gemma4_text", "mistral4")
 _NAMES = {
     **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
@@ -47,7 +55,10 @@ _NAMES = {
     **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up"},
     **{"mlp.c_fc": "ffn_up", "mlp.fc1": "ffn_up", "mlp.dense_h_to_4h": "ffn_up"},
     **{"mlp.c_proj": "ffn_down", "mlp.fc2": "ffn_down", "mlp.dense_4h_to_h": "ffn_down"},
-    **{"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    **{"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"},
+    **{"self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "attn.c_attn": "attn_qkv"},
+    **{"attn.c_proj": "attn_output", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2", "self_attn.gate_proj": "attn_gate"},
+    "mlp.router.gate": "ffn_gate_inp",
     **{"mlp.gate": "ffn_gate_inp", "mlp.gate.wg": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp"},
     **{"mlp.shared_expert_gate": "ffn_gate_inp_shexp", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b"},
     **{"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_b_proj": "attn_kv_b"},
@@ -68,6 +79,10 @@ _NAMES = {
     },
 }
 _RENAMED = {
+    "afmoe": {
+        "post_attention_layernorm": "post_attention_norm",
+        **{"pre_mlp_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    },
     "exaone4": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     "olmo3": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
@@ -78,12 +93,15 @@ _RENAMED = {
     },
 }
 _WHOLE = {
+    "self_attn.sinks": "attn_sinks.weight",
     **{"layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale"},
     **{"router.per_expert_scale": "ffn_down_exps.scale", "altup.correct_output_scale": "altup_correct_scale.weight"},
 }
 _STACKS = {"altup_projections": "altup_proj.weight", "altup_unembed_projections": "altup_unembd_proj.weight"}
 _TOP = {
     **{"embed_tokens": "token_embd", "embed_in": "token_embd", "lm_head": "output", "norm": "output_norm"},
+    **{"word_embeddings": "token_embd", "word_embeddings_layernorm": "token_embd_norm", "ln_f": "output_norm"},
+    **{"wte": "token_embd", "wpe": "position_embd"},
     **{"final_layernorm": "output_norm", "final_layer_norm": "output_norm"},
     **{"embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj"},
     "per_layer_projection_norm": "per_layer_proj_norm",
@@ -99,6 +117,7 @@ _COUNTS = {
     **{"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     **{"shared_intermediate_size": "expert_shared_feed_forward_length", "n_group": "expert_group_count"},
     **{"topk_group": "expert_group_used_count", "first_k_dense_replace": "leading_dense_block_count"},
+    "num_dense_layers": "leading_dense_block_count",
     **{"moe_layer_start_index": "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step"},
     **{"kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
     **{"num_shared_experts": "expert_shared_count", "index_n_heads": "attention.indexer.head_count"},
@@ -109,7 +128,8 @@ _COUNTS = {
 }
 _NUMBERS = {
     **{"rms_norm_eps": "attention.layer_norm_rms_epsilon", "routed_scaling_factor": "expert_weights_scale"},
-    **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), "attention.layer_norm_epsilon"),
+    **{"router_scaling_factor": "expert_weights_scale", "route_scale": "expert_weights_scale"},
+    **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"), "attention.layer_norm_epsilon"),
     **{"rope_theta": "rope.freq_base", "rotary_emb_base": "rope.freq_base", "logit_scale": "logit_scale"},
     **{"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"},
     **{"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "clip_qkv": "attention.clamp_kqv"},
@@ -117,7 +137,7 @@ _NUMBERS = {
 }
 _SIGMOID = (
     *("glm4_moe", "dots1", "deepseek_v3", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
-    *("solar_open", "exaone_moe"),
+    *("solar_open", "exaone_moe", "afmoe", "hy_v3"),
 )
 
 
@@ -132,6 +152,10 @@ def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False)
     splits_kv_b  as files with multi-head latent attention have it: keys transposed, and values
     """
     config = json.loads((folder / "config.json").read_text())
+    config |= {name: config[alias] for alias, name in _ALIASES.items() if config.get(alias)}
+    if config["model_type"] == "mellum":
+        full, near = (config["rope_parameters"][f"{one}_attention"] for one in ("full", "sliding"))
+        config |= {"rope_theta": full["rope_theta"], "rope_local_base_freq": near["rope_theta"], "rope_scaling": full}
     tensors = {} if config["model_type"] in _LATENT else _rope_tensors({"head_dim": _head_dim(config), **config})
     if config["model_type"] == "gemma4_text":
         tensors = {"rope_freqs.weight": _proportional(config)}
@@ -213,6 +237,27 @@ def _own(kind, config):
         }
     if kind == "phimoe":
         return {"rope.scaling.original_context_length": ("u32", config["original_max_position_embeddings"])}
+    if kind in ("falcon", "bloom", "gpt_bigcode"):
+        hidden = config["hidden_size"]
+        heads = {"attention.head_count_kv": ("u32", 1)} if kind == "gpt_bigcode" else {}
+        return {
+            **heads,
+            "embedding_length": ("u32", hidden),
+            "feed_forward_length": ("u32", 4 * hidden),
+            "context_length": ("u32", 128),
+        }
+    if kind == "cohere2_moe":
+        inner, shared = config["intermediate_size"], config["num_shared_experts"]
+        first, period = config["first_k_dense_replace"], config["sliding_window_pattern"]
+        slides = [index >= first and (index - first + 1) % period != 0 for index in range(config["num_hidden_layers"])]
+        return {
+            **{"feed_forward_length": ("u32", config["prefix_dense_intermediate_size"]), "expert_gating_func": ("u32", 1)},
+            "attention.sliding_window_pattern": ("bool[]", slides),
+            **{"expert_feed_forward_length": ("u32", inner), "expert_shared_feed_forward_length": ("u32", shared * inner)},
+        }
+    if kind == "mellum":
+        slides = [one == "sliding_attention" for one in config["layer_types"]]
+        return {"attention.sliding_window_pattern": ("bool[]", slides)}
     if kind == "exaone_moe":
         shared = config["moe_intermediate_size"] * config["num_shared_experts"]
         pattern = [(index + 1) % config["sliding_window_pattern"] != 0 for index in range(config["num_hidden_layers"])]
@@ -282,8 +327,8 @@ def _scaling(config, head_dim):
 def convert_tensor(name, values, config):
     """Return name in the file -> array, of one parameter [out, in] as a state_dict has it."""
     kind = config["model_type"]
-    name = re.sub(r"^(model|gpt_neox)\.", "", name)
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    name = re.sub(r"^(model|gpt_neox|transformer)\.", "", name)
+    layer = re.fullmatch(r"(?:layers|h)\.(\d+)\.(.+)", name)
     if layer is None:
         module, _, suffix = name.rpartition(".")
         values = values + 1 if kind == "nemotron" and module == "norm" and suffix == "weight" else values
@@ -292,7 +337,9 @@ def convert_tensor(name, values, config):
     prefix = f"blk.{index}"
     if rest in _WHOLE:
         return {f"{prefix}.{_WHOLE[rest]}": values}
-    if rest.endswith("e_score_correction_bias"):
+    if kind == "hy_v3" and rest.endswith("e_score_correction_bias"):
+        return {f"{prefix}.exp_probs_b": values}
+    if rest.endswith(("e_score_correction_bias", "mlp.expert_bias")):
         return {f"{prefix}.exp_probs_b.bias": values.reshape(-1)}
     if kind == "llama4_text" and ".experts." in rest:
         values = values.swapaxes(1, 2)
@@ -315,7 +362,11 @@ def convert_tensor(name, values, config):
         heads = config["num_attention_heads" if short == "attn_q" else "num_key_value_heads"]
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    if short == "attn_qkv":
+    if kind == "falcon" and short == "attn_qkv":
+        groups = values.reshape(config["num_kv_heads"], -1, _head_dim(config), *values.shape[1:])
+        parts = (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])
+        values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+    elif short == "attn_qkv" and kind != "gpt_bigcode":
         by_head = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
         values = by_head.swapaxes(0, 1).reshape(values.shape)
     if kind == "nemotron" and short.endswith("norm") and suffix == "weight":

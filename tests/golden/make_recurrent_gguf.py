@@ -125,6 +125,8 @@ def _metadata(config: PretrainedConfig):
         ropes = values.get("rope_parameters") or {}
         found["rope.freq_base"] = ("f32", ropes.get("rope_theta", 10000.0))
         found["rope.dimension_count"] = ("u32", int(head_dim * ropes.get("partial_rotary_factor", 1)))
+        if kind == "nemotron_h":  # which has no rope
+            found["rope.dimension_count"] = ("u32", config.hidden_size // config.num_attention_heads)
     return found | _own(kind, config, kinds)
 
 

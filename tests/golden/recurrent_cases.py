@@ -13,6 +13,10 @@ _EXPERTS: Options = {
 }
 _LFM2_LAYERS = ["conv", "full_attention", "conv", "conv"]
 _LFM2: Options = {"num_hidden_layers": 4, "layer_types": _LFM2_LAYERS, "block_multiple_of": 16}
+_LFM3: Options = {
+    **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 11, "conv_L_cache": 4},
+    "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+}
 _MAMBA2: Options = {
     **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 20, "mamba_expand": 2, "mamba_n_groups": 2},
     **{"mamba_chunk_size": 16, "num_hidden_layers": 4},
@@ -75,6 +79,20 @@ CASES: dict[str, tuple[str, Options]] = {
     "lfm2-plain": ("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
     "lfm2-moe": ("lfm2_moe", {**_LFM2, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5}),
     "lfm2-moe-plain": ("lfm2_moe", {**_LFM2, **_EXPERTS, "use_expert_bias": False, "norm_topk_prob": False}),
+    "lfm3": ("lfm3", _LFM3),
+    "lfm3-plain": (
+        "lfm3",
+        {**_LFM3, "use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True, "tie_word_embeddings": False},
+    ),
+    "olmo-hybrid": ("olmo_hybrid", {"num_hidden_layers": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo-hybrid-options": (
+        "olmo_hybrid",
+        {
+            **{"num_hidden_layers": 3, "linear_allow_neg_eigval": False, "attention_bias": True, "linear_num_key_heads": 2},
+            **{"linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 20},
+            **{"linear_conv_kernel_dim": 3},
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
     "bamba-options": (
         "bamba",
@@ -145,10 +163,17 @@ CASES: dict[str, tuple[str, Options]] = {
         {**_KIMI, "q_lora_rank": 24, "attention_bias": True, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 4},
     ),
 }
-NATIVE_CASES = tuple(case for case in CASES if not case.startswith(("nemotron-h-options", "zamba2")))
-"""That the native CPU kernels run: without experts that read a projection of their input, and blocks before a mixer."""
-MIXED_CASES = ("nemotron-h", "qwen3-next", "jamba", "kimi-linear-latent", "lfm2-plain", "falcon-h1-norm")
-"""Of these, one of each kind of mixer, and of each place of one."""
+MIXED_CASES = (
+    "nemotron-h",
+    "qwen3-next",
+    "jamba",
+    "kimi-linear-latent",
+    "lfm2-plain",
+    "falcon-h1-norm",
+    "nemotron-h-options",
+    "zamba2",
+)
+"""One of each kind of mixer, and of each place of one."""
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
 
 _VISION: Options = {

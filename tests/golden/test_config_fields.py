@@ -25,7 +25,7 @@ CASES = (
     *("gpt-oss", "granite", "mixtral-window", "qwen3-moe"),
     *("qwen2-moe-window", "olmoe", "flex-olmo", "glm4-moe", "minimax-m2", "ernie4-5-moe-bias", "hunyuan-moe", "phimoe"),
     *("granitemoe-shared", "dots1-window", "solar-open", "exaone-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
-    *("mistral4", "minicpm3", "deepseek-v32", "glm-moe-dsa"),
+    *("mistral4", "minicpm3", "deepseek-v32", "deepseek-v4", "mimo-v2-flash", "glm-moe-dsa"),
 )
 IDS = torch.randint(3, 126, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 _OF_TRANSFORMERS = {
@@ -45,7 +45,7 @@ _ELSEWHERE = {
 }
 _BIDIRECTIONAL = {"is_causal", "use_bidirectional_attention"}
 """Fields that are read of the whole config.json, before those of a family; test_classifiers.py compares what they change."""
-_REFUSED = {"deepseek-v2": ("scoring_func",)}
+_REFUSED = {"deepseek-v2": ("scoring_func",), "iquestcoder": ("clip_qkv",)}
 """Of these what a family knows and refuses."""
 _OF_LATENT_CLASSES = {"head_dim", "qk_head_dim"}
 """Sums and copies of other fields in classes with latent attention, which fail in transformers with other values."""
@@ -78,7 +78,7 @@ def changed(name, value):
         return value / 2 if value else 0.25
     if isinstance(value, str):
         return "relu" if name.endswith(("_act", "_activation", "activation_function")) else None
-    if isinstance(value, list) and len(set(value)) > 1:
+    if isinstance(value, list) and len(set(map(str, value))) > 1:
         return value[::-1]
     return None
 

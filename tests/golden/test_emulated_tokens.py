@@ -42,7 +42,7 @@ pytestmark = [
 
 # Of a plan; the last two are of ranks.
 SOURCES = ("team", "pack", "native_weight", "plan", "step", "step_results", "draft_run", "runs", "lora", "divided_rows")
-SOURCES += ("mixer", "argmax_prefilter", "rank_group", "process_barrier")
+SOURCES += ("mixer", "key_choice", "argmax_prefilter", "rank_group", "process_barrier")
 KERNELS = ("linear", "attention", "elementwise", "sampler")
 BLOCK_SIZE, NUM_BLOCKS = 16, 4
 PROMPT = torch.randint(3, 131, (37,), generator=torch.Generator().manual_seed(37)).tolist()

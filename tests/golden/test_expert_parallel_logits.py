@@ -19,7 +19,7 @@ from quire.parallel.expert_balance import place
 from quire.parallel.expert_placement import ExpertPlacement, linear_placement, slot_counts
 from quire.worker.expert_parallel import count_experts
 from tests.golden import gemma_cases
-from tests.golden.make_checkpoints import ALL_CASES, INDEXED_CASES
+from tests.golden.make_checkpoints import ALL_CASES, TORCH_CASES
 from tests.golden.rank_logits import BLOCK_SIZE, NUM_BLOCKS, compare
 from tests.golden.test_quantised_mixtures import write
 from tests.rank_threads import RankThreads
@@ -201,4 +201,4 @@ def test_intermediate_columns_do_not_limit_the_ranks_of_whole_experts(checkpoint
 
 def test_all_mixture_cases_are_known():
     assert not set(CASES) - {*ALL_CASES, *gemma_cases.CASES}
-    assert not set(CASES) & set(INDEXED_CASES)
+    assert not set(CASES) & set(TORCH_CASES)

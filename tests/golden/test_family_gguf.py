@@ -12,7 +12,7 @@ from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from tests.gguf_writer import write_gguf
-from tests.golden import gemma_cases, make_checkpoints
+from tests.golden import dense_cases, gemma_cases, make_checkpoints
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.make_family_gguf import ARCHITECTURES, convert, parts_of
 from tests.golden.make_gguf import quantize_q8_0
@@ -122,6 +122,13 @@ OWN_CASES = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gguf-falcon": ("falcon", {"num_kv_heads": 1}),
+    "gguf-falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gguf-afmoe": (
+        "afmoe",
+        {**dense_cases._EXPERTS, "num_hidden_layers": 4, "num_shared_experts": 1, "mup_enabled": True, "sliding_window": 11},
+    ),
+    "gguf-granite-swa": ("granite_swa", {**dense_cases._GRANITE, "num_hidden_layers": 5, "sliding_window": 11}),
     "gguf-starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
 }
 CASES = (
@@ -140,6 +147,7 @@ CASES = (
         "starcoder2-no-bias",
         "apertus",
         "glm-moe-dsa",
+        *("gpt-bigcode", "bloom", "cohere2-moe", "hy-v3", "jais2", "mellum", "youtu"),
     ),
 )
 PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(40)).tolist()

@@ -17,8 +17,9 @@ from quire.kernels.native import load_native
 from quire.model.build import build_model
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
+from tests.golden.dense_cases import COMPOSED
 from tests.golden.greedy import greedy_choices
-from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params, cases_by_type, reference_model
+from tests.golden.make_checkpoints import STRUCTURES, TORCH_CASES, case_params, cases_by_type, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -79,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(
     model = reference_model(folder)
     options = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_num_seqs": 4, "max_num_batched_tokens": 23}
     llm = LLM(str(folder), skip_tokenizer_init=True, **options)
-    assert [type(decoder) for decoder in decoders] == [Decoder if case in INDEXED_CASES else kind]
+    assert [type(decoder) for decoder in decoders] == [Decoder if case in TORCH_CASES else kind]
     found, _ = generate(llm, num_steps)
     assert [len(token_ids) for token_ids in found] == [num_steps] * len(PROMPTS)
     assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 # One case of each type; types that differ in their wrapper or in numbers only are left out.
-FAMILY_CASES = tuple({names[0]: None for names in cases_by_type().values() if names[0] in STRUCTURES})
+FAMILY_CASES = tuple({names[0]: None for names in cases_by_type().values() if names[0] in (*STRUCTURES, *COMPOSED)})
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
 
 
@@ -103,10 +104,10 @@ def test_greedy_tokens_are_the_same_alone_and_in_small_chunks_with_drafts_and_pr
     alone = [generate(llm, 64, [prompt])[0][0] for prompt in PROMPTS]
     llm.close()
     assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, alone, strict=True)] == alone
-    chunk = 7 if case in INDEXED_CASES or FAMILY_CASES.index(case) % 4 < 2 else 1
-    llm = LLM(str(folder), **options, num_kv_blocks=14, long_prefill_token_threshold=chunk, speculative_config=DRAFTS)
-    found, outputs = generate(llm, 64)
-    assert found == alone
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert llm.llm_engine.stats.num_accepted_tokens > 0
-    llm.close()
+    for chunk in (1, 7):
+        llm = LLM(str(folder), **options, num_kv_blocks=14, long_prefill_token_threshold=chunk, speculative_config=DRAFTS)
+        found, outputs = generate(llm, 64)
+        assert found == alone
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert llm.llm_engine.stats.num_accepted_tokens > 0
+        llm.close()

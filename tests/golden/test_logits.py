@@ -24,7 +24,10 @@ BF16_TOLERANCE = {"gpt2": 0.25, "gpt-oss": 0.05, "gpt-oss-no-bias": 0.05}
 # Phi-2, GPT-NeoX and GPT-J add their two blocks before the residual; OPT scales queries before the product with keys; Llama 4
 # rotates complex numbers.
 BF16_TOLERANCE |= {"phi": 0.07, "phi-qk-norm": 0.07, "gpt-neox": 0.07, "gptj": 0.07, "opt": 0.25, "opt-no-bias": 0.25}
+BF16_TOLERANCE["falcon-new"] = 0.15  # divides scores by a square root, and adds its two blocks before the residual
 BF16_TOLERANCE |= dict.fromkeys(("llama4", "llama4-dense", "llama4-moe"), 0.05)
+_OTHERWISE = (*LATENT_CASES, "mimo-v2-flash")
+"""Which round in other places; mimo-v2-flash: transformers rounds scores once more in layers without sinks."""
 
 
 def _prompt(length):
@@ -55,7 +58,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", case_params(case for case in STRUCTURES if case not in LATENT_CASES))
+@pytest.mark.parametrize("case", case_params(case for case in STRUCTURES if case not in _OTHERWISE))
 def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
     errors = _errors(checkpoint(case, "v5"), torch.bfloat16)
     assert max(errors) <= BF16_TOLERANCE.get(case, 0.0), dict(zip(LENGTHS, errors, strict=True))

@@ -20,9 +20,10 @@ from tests.lora_adapter import write_adapter, write_merged, write_pairs, write_s
 pytestmark = pytest.mark.golden
 
 ADAPTED = re.compile(
-    r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|shared_expert_gate|kv_b_proj|router(?:\.proj)?|gate\.wg))\.weight"
+    r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|shared_expert_gate|kv_b_proj|indexer\.\w+|router(?:\.proj)?"
+    r"|gate\.wg))\.weight"
 )
-MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2", "gemma4-moe")
+MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v32", "olmoe", "minimax-m2", "gemma4-moe")
 STACKED = ("qwen3-vl-moe", "gemma4-moe")
 RANK = 3
 

@@ -14,7 +14,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
-from tests.golden.make_checkpoints import CASES, INDEXED_CASES, LATENT_CASES, STRUCTURES, case_params, reference_model
+from tests.golden.make_checkpoints import CASES, LATENT_CASES, STRUCTURES, TORCH_CASES, case_params, reference_model
 
 pytestmark = [
     pytest.mark.golden,
@@ -102,7 +102,7 @@ def _errors(found, exact):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", case_params(case for case in CASES if case not in INDEXED_CASES))
+@pytest.mark.parametrize("case", case_params(case for case in CASES if case not in TORCH_CASES))
 def test_f32_logits_are_those_of_transformers(checkpoint, case):
     folder, prompts = checkpoint(case, "v5"), [_random_prompt(length) for length in LENGTHS]
     want = _reference_logits(reference_model(folder), prompts)
@@ -110,13 +110,13 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", case_params(case for case in STRUCTURES if case not in INDEXED_CASES))
+@pytest.mark.parametrize("case", case_params(case for case in STRUCTURES if case not in TORCH_CASES))
 def test_bf16_logits_are_not_much_further_from_f32_than_those_of_transformers(checkpoint, case):
     _compare_in_bf16(checkpoint, case, _native)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in LATENT_CASES if case not in INDEXED_CASES])
+@pytest.mark.parametrize("case", [case for case in LATENT_CASES if case not in TORCH_CASES])
 def test_bf16_logits_of_torch_are_not_much_further_from_f32_where_attention_is_latent(checkpoint, case):
     _compare_in_bf16(checkpoint, case, Decoder)
 

@@ -7,6 +7,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.model.build import build_model, load_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -17,7 +18,8 @@ from quire.worker.inspect import inspect_model
 from tests.golden.engines import cpu_engine, generate_tokens
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
-from tests.golden.recurrent_cases import CASES, NATIVE_CASES, WRAPPED
+from tests.golden.recurrent_cases import CASES, WRAPPED
+from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.golden
@@ -28,12 +30,12 @@ BF16_SHARE = 1.25
 ROUNDED_STATES = ("jamba", "jamba-dense", "mamba", "mamba-options", "falcon-mamba")
 """Whose states transformers rounds before it multiplies them by C; quire does not, nor do the kernels of mamba-ssm."""
 TOLERANCE = 1e-4
-OWN_TOLERANCES = {"zamba2": 4e-4}
-"""Whose blocks without residual connections amplify rounding: transformers in f32 differs by 2.8e-4 from itself in f64."""
+OWN_TOLERANCES = {"zamba2": 1e-3}
+"""Whose blocks without residual connections amplify rounding: transformers in f32 differs by 4e-4 from itself in f64."""
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
     *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
-    *("falcon-h1-norm", "nemotron-h-options", "zamba2"),
+    *("falcon-h1-norm", "nemotron-h-options", "zamba2", "lfm3", "olmo-hybrid"),
 )
 GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.
@@ -83,7 +85,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
     spec = read_model_spec(folder)
     native = build_model(spec, open_parameters(folder, spec), 128, 16)
-    assert isinstance(native, NativeDecoder) == (load_native() is not None and case in (*NATIVE_CASES, *WRAPPED))
+    assert isinstance(native, NativeDecoder) == (load_native() is not None)
     assert (whole_prompt_logits(native, prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
 
 
@@ -164,6 +166,83 @@ def test_ranks_and_stages_give_the_same_tokens(monkeypatch, checkpoint, expected
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert generate(llm, PROMPTS[1:2], 8, n=3, temperature=1.0, top_k=1) == [[outputs[1][:8]] * 3]
     llm.close()
+
+
+TIERS = {
+    "one process": {},
+    "drafts": OPTIONS["drafts"],
+    "small host tier": {"kv_save": "write_through"},
+    "ranks": {"tensor_parallel_size": 2, "tensor_parallel_shares": (2, 1)},
+    "stages": {"pipeline_parallel_size": 2},
+    "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("qwen3-next", "one process"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("lfm2", "drafts"),
+                ("falcon-h1", "small host tier"),
+                ("mamba", "one process"),
+                ("mamba2", "drafts"),
+                ("zamba2", "one process"),
+                ("nemotron-h", "one process"),
+                ("kimi-linear", "drafts"),
+                ("qwen3-next", "ranks"),
+                ("falcon-mamba", "ranks"),
+                ("lfm2", "stages"),
+                ("bamba", "stages of ranks"),
+            )
+        ),
+    ],
+)
+def test_states_from_tiers_give_the_same_tokens(monkeypatch, tmp_path, checkpoint, expected, case, how):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    monkeypatch.setattr(pipeline_build, "spawn_workers", ThreadWorkers)
+    tiers = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_host_bytes": 4 << 20, "kv_save": "all"}
+    tiers |= {"num_kv_blocks": 14, **TIERS[how]}
+    if how == "small host tier":
+        tiers["kv_host_bytes"] = 300_000
+    # Ranks and stages in threads of one process, and torch, are slow.
+    outputs, hits, num_tokens = expected(case), [], 4 if "rank" in how or how == "stages" or case == "zamba2" else NUM_TOKENS
+    for _ in range(2):  # a cold engine, whose sequences are preempted, and one that finds the pages on disk
+        llm = cpu_engine(checkpoint(case), **tiers)
+        for _ in range(2 if num_tokens == NUM_TOKENS else 1):
+            assert [choices[0] for choices in generate(llm, PROMPTS, num_tokens)] == [output[:num_tokens] for output in outputs]
+        hits.append(llm.llm_engine.scheduler.prefix_cache_hits)
+        tier = llm.llm_engine.scheduler.kv.host_tier
+        assert tier.find_problem() is None
+        llm.close()
+    assert hits[1] >= 80  # whole blocks before the last token
+    assert tier.stats.num_disk_hits > 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("case", ["qwen3-next", "mamba"])
+def test_prompts_of_another_engine_give_the_same_tokens(monkeypatch, tmp_path, checkpoint, expected, case):
+    monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1e9)
+    monkeypatch.setattr(remote_prefill, "_MIN_WAIT_S", 60.0)
+    outputs, sizes = expected(case), {"max_num_seqs": 3, "num_kv_blocks": 60, "kv_host_bytes": 8 << 20}
+    roles = {"role": "decode", "prefill_min_tokens": 16, **sizes}
+    peer = PrefillThread(
+        model=str(checkpoint(case)), skip_tokenizer_init=True, device="cpu", prefill_listen=f"unix:{tmp_path}/pages", **sizes
+    )
+    with peer:
+        llm = cpu_engine(checkpoint(case), prefill_urls=(peer.address,), **roles)
+        for _ in range(2):  # the second time everything is in the pool
+            assert [choices[0] for choices in generate(llm, PROMPTS)] == outputs
+        found, stats = llm.llm_engine.stats.tiers[-1], llm.llm_engine.scheduler
+        assert found.outcomes["complete"] == 2
+        assert found.num_hits == found.num_loaded > 0
+        assert stats.prefix_cache_hits == 2 * 80  # whole blocks before the last token, also the first time
+        assert stats.kv.host_tier.num_pinned == 0
+        llm.close()
 
 
 def test_memory_plan_counts_the_states(checkpoint):

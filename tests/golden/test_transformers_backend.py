@@ -294,14 +294,14 @@ def test_unknown_implementation_is_refused():
 
 def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
     with pytest.raises(UnsupportedError, match="nearest supported type is .*--model-impl transformers"):
-        start(made("persimmon")[0], model_impl="auto", device="cpu")
+        start(made("bitnet")[0], model_impl="auto", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
         ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state"),
-        ("mpt", "does not send its attention through the attention interface"),
+        ("xglm", "does not send its attention through the attention interface"),
         ("lfm3", "keeps a recurrent state"),
         ("roberta", "is an encoder"),
         ("mistral_large5", "is not known to transformers"),

@@ -33,16 +33,15 @@ OWN_TYPES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "gemma3_text": {**_LLAMA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16},
     "gpt_oss": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16},
+    "persimmon": _MULTI_HEAD,
+    "vaultgemma": {**_LLAMA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
 }
 """Types that quire has an implementation of, too."""
 
 OTHER_TYPES: dict[str, dict[str, Any]] = {
-    "persimmon": _MULTI_HEAD,
     "diffllama": _LLAMA,
     "jetmoe": {**_LLAMA, **_EXPERTS, "kv_channels": 16},
     "bitnet": _LLAMA,
-    "codegen": {**_GPT, "rotary_dim": 8},
-    "gpt_bigcode": _GPT,
     "ctrl": {**_GPT, "dff": 96},
     "dbrx": {
         "vocab_size": VOCAB_SIZE,
@@ -54,9 +53,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         **_IDS,
     },
-    "jais2": _LLAMA,
-    "vaultgemma": {**_LLAMA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
-    "granite_swa": {**_LLAMA, **_WINDOW},
     "laguna": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16},
     "longcat_flash": {
         **_MULTI_HEAD,
@@ -69,8 +65,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "zero_expert_num": 2,
     },
-    "afmoe": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1},
-    "hy_v3": {**_LLAMA, **_EXPERTS, "head_dim": 16},
 }
 """Types that run on the paged cache by way of the library only."""
 

@@ -7,6 +7,14 @@ import pytest
 from tests.covering import covering
 
 pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(autouse=True)
+def without_plugins(monkeypatch):
+    """What runs inside of a test needs no plugin, and loading them takes longer than its tests."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 SIZES = [(3,), (2, 7), (4, 4, 4), (1, 5, 3, 2)]
 
 

@@ -1,7 +1,8 @@
 """HostTier: the mapping of pages to slots of the host tier, and the pages that the next step saves and loads.
 
-A page is the KV of one full block. Its key is the key of the block: the hash of its tokens and of all tokens before them. The
-bytes are in the worker, which copies them between blocks and slots as the plans say; this module only tracks them.
+A page is the KV of one full block, or a part of a recurrent state, see StatePages. Its key is the key of the block: the hash of
+its tokens and of all tokens before them. The bytes are in the worker, which copies them between blocks and slots as the plans
+say; this module only tracks them.
 
 A save copies a block as it stands before the step, and all saves of a step come before its loads. So a slot that the step loads
 from is never given to a save of the same step; and a block that the step loads into and gives away again needs no save.
@@ -10,17 +11,18 @@ from is never given to a save of the same step; and a block that the step loads 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
 from quire.contracts.scheduler_config import KvSave
-from quire.engine.scheduling.prefix_index import PrefixEntry
 
 PageMoves = tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]
 """The page_saves, (block, slot), and page_loads, (slot, block), of a plan."""
+Pages = Sequence[tuple[BlockId, int]]
+"""Blocks that are saved together, with the keys of their pages."""
 _NO_MOVES: PageMoves = ((), ())
 
 _MAX_SEEN_KEYS = 1 << 16
@@ -73,7 +75,7 @@ class HostTier:
         self._from_peer: set[int] = set()  # the same for pages that were pulled from a prefill engine
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
-        self._written_later: OrderedDict[int, PrefixEntry] = OrderedDict()  # blocks to save at once, by key
+        self._written_later: OrderedDict[int, Callable[[], Pages]] = OrderedDict()  # what to save at once, by key
         self._loads: dict[BlockId, int] = {}
         self._moving: dict[int, PageMoves] = {}  # by step: its saves and loads, which may not be made yet
         self._num_loading: Counter[BlockId] = Counter()
@@ -118,16 +120,28 @@ class HostTier:
             self._slots.move_to_end(key)
         return [slot for _, slot in found]
 
-    def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
+    def offer(self, block_id: BlockId, key: int, is_reused: bool, is_recomputed: bool) -> None:
         """Called before a published block is reused; saves its page in the next plan if that is worthwhile."""
         slot = self._loads.pop(block_id, None)
         if slot is not None:
             self.unpin([slot])
-        if key in self._slots:
-            return
-        if self._kv_save == "none" or (self._kv_save == "reused" and not is_reused and not self._comes_again(key)):
-            return
-        self.save(block_id, key)
+        if key not in self._slots and self.is_worth_saving(key, is_reused, is_recomputed):
+            self.save(block_id, key)
+
+    def is_worth_saving(self, key: int, is_reused: bool, is_recomputed: bool) -> bool:
+        """Return whether what leaves the pool under a key is saved; asked once each time. See PrefixEntry."""
+        if self._kv_save != "reused":
+            return self._kv_save != "none"
+        return is_reused or (self._comes_again(key) and not is_recomputed)
+
+    def save_all(self, pages: Pages) -> bool:
+        """Save those of some pages that are not here, in the next plan; none of them, and return False, if it has no room."""
+        missing = [(block_id, key) for block_id, key in pages if key not in self._slots]
+        if len(missing) > self._max_saves - len(self._saves):
+            self.stats.num_not_saved += len(missing)
+            return False
+        num_saved = sum(self.save(block_id, key) for block_id, key in missing)
+        return num_saved == len(missing)
 
     def save(self, block_id: BlockId, key: int) -> bool:
         """Save the page of a block in the next plan; return whether there was room."""
@@ -139,32 +153,38 @@ class HostTier:
         self._enter(key, slot)
         return True
 
-    def write_through(self, entry: PrefixEntry) -> None:
-        """Save the page of a block that was just published, where all are to be saved at once."""
-        if self._kv_save == "write_through" and entry.content.key not in self._slots:
-            self._written_later[entry.content.key] = entry
+    def write_through(self, key: int, find: Callable[[], Pages]) -> None:
+        """Save what has just got a key in the pool, where all is to be saved at once; find: returns the pages of what the pool
+        still has when a plan has room for them."""
+        if self._kv_save == "write_through" and key not in self._slots:
+            self._written_later[key] = find
             self._write_through()
 
     def _write_through(self) -> None:
-        """Save as many of the blocks that wait as one step may; those that have left the pool were saved or given up then."""
+        """Save as much of what waits as one step may; what has left the pool was saved or given up then."""
         while self._written_later and len(self._saves) < self._max_saves:
-            key, entry = self._written_later.popitem(last=False)
-            if entry.is_live and key not in self._slots and not self.save(entry.block_id, key):
+            key, find = self._written_later.popitem(last=False)
+            pages = [page for page in find() if page[1] not in self._slots]
+            if self._saves and len(pages) > self._max_saves - len(self._saves):
+                self._written_later[key] = find
+                self._written_later.move_to_end(key, last=False)
+                return
+            if not self.save_all(pages):
                 return
 
-    def retain(self, entry: PrefixEntry, keep_s: float) -> None:
-        """Save the page of a published block in the next plan, whatever else is saved, and keep it longer than others."""
+    def retain(self, key: int, block_id: BlockId, keep_s: float) -> bool:
+        """Save the page of a block in the next plan, whatever else is saved, and keep it longer than others; return whether
+        there was room."""
         if self._kv_save == "none":
-            return
-        key = entry.content.key
+            return True
         if key in self._slots:
             self.note_use(key, keep_s)
-        elif not self.save(entry.block_id, key):
-            entry.is_reused = True  # it is worth saving when it leaves the pool
-            return
+        elif not self.save(block_id, key):
+            return False
         slot = self._slots[key]
         self._keep_s[slot] = max(keep_s, self._keep_s[slot])
         self._spared[slot] = self._num_taken + _SPARED_TURNS * self.num_slots
+        return True
 
     def keep_s(self, slot: int) -> float:
         """Return how much longer than others the page in a slot is to be kept."""
@@ -182,7 +202,6 @@ class HostTier:
 
     def _comes_again(self, key: int) -> bool:
         if key in self._seen:
-            del self._seen[key]
             return True
         self._seen[key] = None
         if len(self._seen) > _MAX_SEEN_KEYS:
@@ -205,6 +224,8 @@ class HostTier:
 
     def load(self, slot: int, block_id: BlockId) -> None:
         """Load a page into a block in the next plan. The slot must be pinned until then."""
+        if block_id in self._loads:  # its sequence lost it again
+            self.unpin([self._loads[block_id]])
         self._loads[block_id] = slot
         key = self._keys[slot]
         if key is not None:
@@ -231,7 +252,8 @@ class HostTier:
         self.stats.num_saved += len(saves)
         self.stats.num_loaded += len(loads)
         self.pin([slot for _, slot in saves])  # those of loads are
-        self._moving[step_id] = saves, loads
+        if saves or loads:  # what waited to be saved may have left the pool
+            self._moving[step_id] = saves, loads
         self._num_loading.update(block_id for _, block_id in loads)
         return saves, loads
 
@@ -242,7 +264,9 @@ class HostTier:
     def end_moves(self, step_id: int) -> PageMoves:
         """Record that the pages of a plan have been copied, or never will be; return its saves and loads. A plan without any,
         or one whose moves have ended, has none."""
-        saves, loads = self._moving.pop(step_id, _NO_MOVES)
+        if step_id not in self._moving:
+            return _NO_MOVES
+        saves, loads = self._moving.pop(step_id)
         self.unpin(slot for _, slot in saves)
         self.unpin(slot for slot, _ in loads)
         self._num_loading -= Counter(block_id for _, block_id in loads)

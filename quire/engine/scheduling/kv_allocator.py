@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.block_keys import block_key, root_key
 from quire.contracts.step import StepPlan, StepResult, TableRun
 from quire.engine.scheduling.block_pool import BlockLayout, BlockPool
-from quire.engine.scheduling.host_tier import HostTier
+from quire.engine.scheduling.host_tier import HostTier, Pages
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
 from quire.engine.scheduling.sequence import HeldBlocks, Sequence
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.state_checkpoints import StateCheckpoints
+from quire.engine.scheduling.state_pages import MissingPages, PrefixStart, StatePages
 from quire.engine.scheduling.window_blocks import WindowBlocks, WindowLimits
 
 
@@ -48,6 +50,11 @@ _MARK = "\udfff"
 """Prefix of roots that are not only a salt. It is a lone surrogate, with which few salts begin; such salts are escaped."""
 
 
+def _live_page(entry: PrefixEntry) -> Pages:
+    """Return the page of a block that is still published, to be saved."""
+    return [(entry.block_id, entry.content.key)] if entry.is_live else []
+
+
 def content_root(sequence: Sequence) -> str:
     """Return the root of a sequence's block keys: everything other than tokens that changes the KV or separates requests."""
     salt, adapter_key = sequence.request.cache_salt, sequence.request.adapter_key
@@ -62,7 +69,8 @@ class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences.
 
     states     checkpoints of recurrent states; None: the model has no recurrent state
-    host_tier  where replaced blocks are saved; None: there is none. Not supported with recurrent states or windows
+    host_tier  where replaced blocks are saved; None: there is none. Not supported with windows
+    state_pages  saves and loads the states of checkpoints, too; None: there is no host tier, or no checkpoint
     windows    the window group; None: the model has one KV cache group
     layout     which ranks hold the blocks of a sequence; with several places there are no windows, states or host tier. With
                homes each has a prefix cache of its own
@@ -75,21 +83,27 @@ class KvAllocator:
         *,
         enable_prefix_caching: bool,
         num_state_checkpoints: int | None = None,
+        num_state_pages: int = 0,
+        has_block_pages: bool = True,
         host_tier: HostTier | None = None,
         window: WindowLimits | None = None,
         layout: BlockLayout | None = None,
     ) -> None:
         self.layout = BlockLayout() if layout is None else layout
         assert self.layout.num_places == 1 or (host_tier is None and window is None and num_state_checkpoints is None)
-        assert host_tier is None or num_state_checkpoints is None, "a page has no recurrent state"
         self.host_tier = host_tier
+        self._block_tier = host_tier if has_block_pages else None
         self.states: StateCheckpoints | None = None
         if num_state_checkpoints is not None:
-            self.states = StateCheckpoints(num_state_checkpoints, block_size, is_caching=enable_prefix_caching)
+            is_caching = enable_prefix_caching
+            self.states = StateCheckpoints(num_state_checkpoints, block_size, is_caching=is_caching, on_evict=self._offer_state)
         num_places = self.layout.num_places
         self.index = PrefixIndex(on_drop=self._note_drop, num_places=num_places if self.layout.has_homes else 1)
         is_kept = self.index.__contains__
         self.pool = BlockPool(num_blocks, on_reuse=self._reuse, is_kept=is_kept, num_places=num_places)
+        self.state_pages: StatePages | None = None
+        if self.states is not None and host_tier is not None:
+            self.state_pages = StatePages(self.states, self.index, host_tier, num_state_pages, num_blocks, has_block_pages)
         self.windows: WindowBlocks | None = None
         if window is not None:
             self.windows = WindowBlocks(window, block_size, self.index.__contains__)
@@ -118,7 +132,12 @@ class KvAllocator:
         contents = self._cacheable(sequence)
         hits = self.index.match(contents, home)
         num_matched = len(hits)
-        if self.states is not None:
+        start: PrefixStart | None = None
+        if self.state_pages is not None:
+            start, num_shared = self.state_pages.find(hits, contents)
+            sequence.num_shared_tokens = num_shared * self.block_size if num_shared > start.num_blocks else 0
+            hits = hits[: start.num_blocks]
+        elif self.states is not None:
             hits = self.states.cut(sequence, hits)
         if self.windows is not None:
             hits = self.windows.cut(hits)
@@ -141,7 +160,7 @@ class KvAllocator:
         if tier is None:
             sequence.block_ids = [*hit_ids, *self._allocate(first, range(len(hits), num_blocks))]
         else:
-            self._allocate_and_load(sequence, hits, contents[len(hits) :], num_new, tier)
+            self._allocate_and_load(sequence, hits, contents[len(hits) :], num_new, start)
         if self.windows is not None:
             self.windows.start(sequence, hit_ids, num_matched)
         sequence.num_computed_tokens = len(hits) * self.block_size
@@ -152,31 +171,52 @@ class KvAllocator:
         return sequence.num_computed_tokens
 
     def _allocate_and_load(
-        self, sequence: Sequence, hits: list[PrefixEntry], contents: list[BlockContent], num_new: int, tier: HostTier
+        self, sequence: Sequence, hits: list[PrefixEntry], contents: list[BlockContent], num_new: int, start: PrefixStart | None
     ) -> None:
         """Allocate a sequence's blocks, and load the pages of the host tier that follow its hits, to which they are added.
 
         Loaded blocks are published at once, since the loads of a step are executed before everything that reads them.
+
+        start  where it starts; None: there are no states, and all pages that follow are loaded
         """
+        tier, states = self.host_tier, self.state_pages
+        assert tier is not None
         for entry in hits:
-            entry.is_reused = True
-            tier.note_use(entry.content.key)
-        slots = tier.match(content.key for content in contents)
-        tier.pin(slots)  # before allocate, which saves what it replaces
+            entry.is_reused |= sequence.num_preemptions == 0  # else the blocks are perhaps its own
+            if self._block_tier is not None:
+                tier.note_use(entry.content.key)
+        slots = [*tier.match(content.key for content in contents)] if start is None else start.slots
+        state_slots = [] if start is None else start.state_slots
+        pinned = [slot for slot in (*slots, *state_slots) if slot is not None]
+        tier.pin(pinned)  # before allocate, which saves what it replaces
         new_ids = self._allocate(0, range(num_new))
         sequence.block_ids = [*(entry.block_id for entry in hits), *new_ids]
         for slot, content, block_id in zip(slots, contents, new_ids, strict=False):
             entry = self.index.publish(hits[-1] if hits else None, content, block_id)
             if entry is None or entry.block_id != block_id:
+                if states is not None:
+                    raise InvariantError("a page was to be loaded under a key that another content has")
                 break  # another content has the key
             entry.is_reused = True
-            tier.load(slot, block_id)
+            if slot is not None:
+                tier.load(slot, block_id)
             hits.append(entry)
-        tier.unpin(slots)
-        if sequence.request.cache_retention_s > 0:
-            for entry in hits:
-                tier.retain(entry, sequence.request.cache_retention_s)
+        if states is not None and hits:
+            if state_slots:
+                states.load(hits[-1], state_slots)
+            else:
+                states.note_use(hits[-1])
+        tier.unpin(pinned)
+        for entry in hits if sequence.request.cache_retention_s > 0 else ():
+            self._retain(entry, sequence.request.cache_retention_s)
+        if states is not None and hits and sequence.request.cache_retention_s > 0:
+            states.retain(hits[-1], sequence.request.cache_retention_s)
         tier.let_go(sequence.request.request_id)
+
+    def _retain(self, entry: PrefixEntry, keep_s: float) -> None:
+        tier = self._block_tier
+        if tier is not None and not tier.retain(entry.content.key, entry.block_id, keep_s):
+            entry.is_reused = True  # it is worth saving when it leaves the pool
 
     def clear_cache(self) -> None:
         """Drop all published blocks from the prefix index. No sequence may hold a block."""
@@ -185,11 +225,20 @@ class KvAllocator:
             if self.windows is not None:
                 self.windows.forget(block_id)
 
-    def missing_keys(self, sequence: Sequence) -> list[int]:
-        """Return the keys of a sequence's cacheable blocks after those that the pool and the host tier have."""
+    def missing_pages(self, sequence: Sequence) -> MissingPages:
+        """Return which pages a sequence could use that neither the pool nor the host tier has."""
         contents = self._cacheable(sequence)
-        rest = [content.key for content in contents[len(self.index.match(contents)) :]]
-        return rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :]
+        hits = self.index.match(contents)
+        if self.state_pages is not None:
+            return self.state_pages.missing(hits, contents)
+        rest = [content.key for content in contents[len(hits) :]]
+        return MissingPages(rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :])
+
+    def moved_ids(self, sequence: Sequence) -> list[BlockId]:
+        """Return the blocks of a sequence, and those that stand for the state from which it will start, as plans name them."""
+        if self.state_pages is None or sequence.state_slot is None:
+            return sequence.block_ids
+        return [*sequence.block_ids, *self.state_pages.block_ids(sequence.state_slot)]
 
     def page_keys(self, sequence: Sequence) -> list[int]:
         """Return the keys of the full blocks of a sequence's known tokens."""
@@ -224,20 +273,25 @@ class KvAllocator:
             saves, loads = tier.end_moves(result.step_id)
             tier.drop_slots(slot for _, slot in saves)
             for _, block_id in loads:
-                self.index.drop(block_id)
+                if self.state_pages is not None and block_id >= self.pool.num_blocks:
+                    self.state_pages.drop(block_id)
+                else:
+                    self.index.drop(block_id)
             return frozenset(block_id for _, block_id in loads)
         for step_id in result.done_moves:
             tier.end_moves(step_id)
         return _NO_BLOCKS
 
     def save_cached(self, max_blocks: int) -> None:
-        """Save the pages of up to max_blocks published blocks that no tier has, in the order in which they came."""
-        tier = self.host_tier
-        if tier is None:
-            return
-        unsaved = [entry for key, _, entry in self.index.iter_entries() if not entry.is_saved and key not in tier]
-        for entry in unsaved[:max_blocks]:
-            entry.is_saved = tier.save(entry.block_id, entry.content.key)
+        """Save the pages of up to max_blocks published blocks that no tier has, in the order in which they came, and then of
+        checkpoints."""
+        tier, unsaved = self._block_tier, list[PrefixEntry]()
+        if tier is not None:
+            unsaved = [entry for key, _, entry in self.index.iter_entries() if not entry.is_saved and key not in tier]
+            for entry in unsaved[:max_blocks]:
+                entry.is_saved = tier.save(entry.block_id, entry.content.key)
+        if self.state_pages is not None:
+            self.state_pages.save_cached(max(0, max_blocks - len(unsaved)))
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Return whether `admit` would find enough blocks for a sequence if none of its tokens is cached."""
@@ -385,6 +439,8 @@ class KvAllocator:
         sequence.num_published_blocks = 0
         sequence.last_entry = None
         if self.states is not None:
+            if self.state_pages is not None:
+                self.state_pages.note_end(sequence)
             self.states.forget(sequence)
         return HeldBlocks(block_ids, window_ids)
 
@@ -398,8 +454,9 @@ class KvAllocator:
             self._publish(sequence)
         if self.windows is not None:
             self.windows.advance(sequence)
-        if self.states is not None:
-            self.states.commit(sequence, step_id)
+        for position, entry in () if self.states is None else self.states.commit(sequence, step_id):
+            if self.state_pages is not None:
+                self.state_pages.note_checkpoint(sequence, position, entry)
 
     def _publish(self, sequence: Sequence) -> None:
         if not self._is_caching:
@@ -416,12 +473,13 @@ class KvAllocator:
             if entry is None:
                 return
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
+            entry.is_recomputed |= sequence.num_preemptions > 0 and entry.block_id == sequence.block_ids[index]
             if self.windows is not None and entry.block_id != sequence.block_ids[index]:
                 self._move_entry(entry, sequence.block_ids[index], self.windows)
-            if self.host_tier is not None:
+            if self._block_tier is not None:
                 if keep_s > 0 and (index + 1) * self.block_size <= sequence.num_prompt_tokens:
-                    self.host_tier.retain(entry, keep_s)
-                self.host_tier.write_through(entry)
+                    self._retain(entry, keep_s)
+                self._block_tier.write_through(entry.content.key, partial(_live_page, entry))
 
     def _cacheable(self, sequence: Sequence) -> list[BlockContent]:
         """Return the blocks at the start of a sequence that may come from a cache."""
@@ -466,13 +524,20 @@ class KvAllocator:
     def _reuse(self, block_id: BlockId) -> None:
         """Drop the content of a block that was free until now."""
         self._num_cached_blocks -= block_id in self.index
-        if self.host_tier is not None:
-            entry = self.index.entry_of(block_id)
-            if entry is not None:
-                self.host_tier.offer(block_id, entry.content.key, entry.is_reused)
+        entry = None if self.host_tier is None else self.index.entry_of(block_id)
+        if entry is not None:
+            if self._block_tier is not None:
+                self._block_tier.offer(block_id, entry.content.key, entry.is_reused, entry.is_recomputed)
+            if self.state_pages is not None:
+                self.state_pages.offer(entry)
         self.index.drop(block_id)
         if self.windows is not None:
             self.windows.forget(block_id)
+
+    def _offer_state(self, block_id: BlockId) -> None:
+        entry = self.index.entry_of(block_id)
+        if self.state_pages is not None and entry is not None:
+            self.state_pages.offer(entry)
 
     def _note_drop(self, block_id: BlockId) -> None:
         # A block that is being reused counts as held here: _reuse has seen to it.

@@ -33,7 +33,8 @@ class PrefixEntry:
     place    the home of the block, see BlockLayout; 0 without homes
     is_live  True until its block is reused; an entry whose parent is not live can no longer be found
     is_reused  another sequence has hit it, or it was loaded from a tier; known only with tiers
-    is_saved   its page was saved while the engine was idle
+    is_recomputed  the sequence that has published it had been preempted, so it may not be the first time that it did
+    is_saved   its page was saved while the engine was idle; is_state_saved: the same of its checkpoint
     """
 
     content: BlockContent
@@ -42,7 +43,9 @@ class PrefixEntry:
     place: int = 0
     is_live: bool = True
     is_reused: bool = False
+    is_recomputed: bool = False
     is_saved: bool = False
+    is_state_saved: bool = False
 
     def holds(self, parent: PrefixEntry | None, content: BlockContent) -> bool:
         """Return whether this is `content` after `parent`."""

@@ -62,6 +62,7 @@ from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.preemption import StepLimits, find_preemptible, find_victim, must_make_room, share_of_step
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
+from quire.engine.scheduling.state_pages import MissingPages
 from quire.engine.scheduling.step_outcome import find_mistake, take_computed, take_prompt_logprobs
 from quire.engine.scheduling.step_plan_builder import StepPlanBuilder, find_remaining, give_draft_slots
 from quire.engine.scheduling.timeline import TimelineRecorder
@@ -86,6 +87,8 @@ class Scheduler:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             num_state_checkpoints=config.num_state_checkpoints,
+            num_state_pages=config.num_state_pages,
+            has_block_pages=config.has_block_pages,
             host_tier=HostTier(num_pages, config.max_page_saves, config.kv_save) if num_pages > 0 else None,
             window=window_limits(config),
             layout=block_layout(config),
@@ -225,8 +228,12 @@ class Scheduler:
 
     def missing_keys(self, request: Request) -> list[int]:
         """Return the keys of a request's cacheable blocks after those that the pool and the host tier have."""
+        return list(self.missing_pages(request).keys)
+
+    def missing_pages(self, request: Request) -> MissingPages:
+        """Return which pages a request could use that neither the pool nor the host tier has."""
         sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
-        return self.kv.missing_keys(sequence)
+        return self.kv.missing_pages(sequence)
 
     def schedule_ahead(self, now: float = 0.0) -> StepPlan | None:
         """Return the step after the one in flight; None if that must be committed first.
@@ -398,7 +405,7 @@ class Scheduler:
         """
         tier = self.kv.host_tier
         if tier is not None and self.config.loads_aside and not draft.is_empty:
-            sequence.is_loading = tier.is_loading(sequence.block_ids)
+            sequence.is_loading = tier.is_loading(self.kv.moved_ids(sequence))
         return sequence.is_loading
 
     def _end_loading(self, lost_ids: AbstractSet[BlockId]) -> None:
@@ -406,9 +413,10 @@ class Scheduler:
         again."""
         tier = self.kv.host_tier
         for sequence in [sequence for sequence in self.running if sequence.is_loading]:
-            if not lost_ids.isdisjoint(sequence.block_ids):
+            moved_ids = self.kv.moved_ids(sequence)
+            if not lost_ids.isdisjoint(moved_ids):
                 self._preempt(sequence, "kv_blocks")
-            elif tier is None or not tier.is_loading(sequence.block_ids):
+            elif tier is None or not tier.is_loading(moved_ids):
                 sequence.is_loading = False
 
     def _start_running(self, sequence: Sequence) -> None:

@@ -16,6 +16,7 @@ A state is saved
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId
@@ -26,9 +27,15 @@ INTERVAL_TOKENS = 1024
 
 
 class StateCheckpoints:
-    """The slots of a pool of num_slots states: free, pinned by sequences that will start from them, or of published blocks."""
+    """The slots of a pool of num_slots states: free, pinned by sequences that will start from them, or of published blocks.
 
-    def __init__(self, num_slots: int, block_size: int, *, is_caching: bool) -> None:
+    on_evict(block id)  called before the checkpoint of a block is dropped because another one needs its slot
+    """
+
+    def __init__(
+        self, num_slots: int, block_size: int, *, is_caching: bool, on_evict: Callable[[BlockId], None] | None = None
+    ) -> None:
+        self._on_evict = on_evict
         self._block_size = block_size
         self._is_caching = is_caching
         self._free = deque(range(num_slots))
@@ -40,6 +47,32 @@ class StateCheckpoints:
     def num_cached(self) -> int:
         """Slots that belong to published blocks."""
         return len(self._slot_by_block)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a checkpoint can be taken in, perhaps in place of another one."""
+        return bool(self._free) or any(slot not in self._num_pins for slot in self._slot_by_block.values())
+
+    def slot_of(self, block_id: BlockId) -> int | None:
+        """Return the slot of the checkpoint of a block; None: it has none."""
+        return self._slot_by_block.get(block_id)
+
+    def block_ids(self) -> Iterator[BlockId]:
+        """Yield the blocks with a checkpoint, the least recently used first."""
+        return iter(tuple(self._slot_by_block))
+
+    def adopt(self, block_id: BlockId) -> int:
+        """Give a slot to a block without a checkpoint, whose state is being loaded; there must be room."""
+        slot = self._allocate()
+        if slot is None:
+            raise InvariantError("a state is loaded, but every slot is pinned")
+        self._slot_by_block[block_id] = slot
+        return slot
+
+    def drop_slot(self, slot: int) -> None:
+        """Drop the checkpoint in a slot, if there is one: its content is unknown."""
+        for block_id in [block_id for block_id, other in self._slot_by_block.items() if other == slot]:
+            self.drop(block_id)
 
     def cut(self, sequence: Sequence, hits: list[PrefixEntry]) -> list[PrefixEntry]:
         """Return the hits of a sequence up to the last one with a checkpoint."""
@@ -117,9 +150,10 @@ class StateCheckpoints:
         wanted += [place for place in range(first, end + 1, INTERVAL_TOKENS) if place % size == 0]
         return list(dict.fromkeys(place for place in wanted if start < place <= end))
 
-    def commit(self, sequence: Sequence, step_id: int) -> None:
-        """Record that the states of a step were saved; the blocks of the sequence have been published. The step after it may
-        be in flight."""
+    def commit(self, sequence: Sequence, step_id: int) -> list[tuple[int, PrefixEntry]]:
+        """Record that the states of a step were saved, and return the new checkpoints, by position; the blocks of the sequence
+        have been published. The step after it may be in flight."""
+        made: list[tuple[int, PrefixEntry]] = []
         saves = [save for save in sequence.state_saves if save.step_id <= step_id]
         sequence.state_saves = sequence.state_saves[len(saves) :]
         for save in saves:
@@ -129,7 +163,9 @@ class StateCheckpoints:
             if entry is not None and entry.block_id not in self._slot_by_block:
                 self._slot_by_block[entry.block_id] = save.slot
                 self._replace_last(sequence, save.position, entry)
+                made.append((save.position, entry))
             self._unpin(save.slot)
+        return made
 
     def _entry_at(self, sequence: Sequence, position: int) -> PrefixEntry | None:
         """Return the live entry of the published block that ends at a position."""
@@ -186,7 +222,11 @@ class StateCheckpoints:
         if self._free:
             return self._free.popleft()
         block_id = next((key for key, slot in self._slot_by_block.items() if slot not in self._num_pins), None)
-        return None if block_id is None else self._slot_by_block.pop(block_id)
+        if block_id is None:
+            return None
+        if self._on_evict is not None:
+            self._on_evict(block_id)
+        return self._slot_by_block.pop(block_id)
 
     def _pin(self, slot: int) -> int:
         self._num_pins[slot] = self._num_pins.get(slot, 0) + 1

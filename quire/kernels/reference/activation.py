@@ -30,6 +30,8 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
         return ACTIVATIONS[spec.activation](gate) * up
     limit = spec.clamp.limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if spec.clamp.slope is None:
+        return ACTIVATIONS[spec.activation](gate) * up
     return (up + 1) * (gate * torch.sigmoid(gate * spec.clamp.slope))
 
 

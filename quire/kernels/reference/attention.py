@@ -65,11 +65,13 @@ class DecodeGroup:
     tokens   [S'] rows of q
     blocks   [S', N] blocks to read
     is_seen  [S', N * block_size]: the positions that the query attends to
+    distances  [S', N * block_size]: how far they are before the query
     """
 
     tokens: Tensor
     blocks: Tensor
     is_seen: Tensor
+    distances: Tensor
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -149,11 +151,15 @@ class _ChunkPlace:
         distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(first, self.context_len)
         return distance.abs() >= (self.context_len if window is None else window)
 
+    def distances(self, queries: slice, first: int, last: int) -> Tensor:
+        """Return how far tokens [first, last) are before some queries of the chunk, the last of them just before `last`."""
+        begin = last - (queries.stop - queries.start)
+        return self.positions(begin, last)[:, None] - self.positions(first, last)
+
     def is_hidden(self, queries: slice, first: int, last: int, window: int | None) -> Tensor:
         """Return which of tokens [first, last) are masked for some queries of the chunk, the last of them just before
         `last`."""
-        begin = last - (queries.stop - queries.start)
-        distance = self.positions(begin, last)[:, None] - self.positions(first, last)
+        distance = self.distances(queries, first, last)
         is_hidden = distance < 0
         tree_start = max(first, self.tree_start)
         if self.paths is not None and tree_start < last:
@@ -213,7 +219,7 @@ def _make_decode_groups(step: AttentionMetadata, window: int | None, block_size:
         if window is not None:
             is_seen &= positions >= lengths - window
         tokens = torch.tensor([step.query_starts[index] for _, _, index in group])
-        groups.append(DecodeGroup(tokens, blocks, is_seen.to(blocks.device)))
+        groups.append(DecodeGroup(tokens, blocks, is_seen.to(blocks.device), lengths - 1 - positions))
     return groups
 
 
@@ -228,6 +234,7 @@ def _attend_decode(
 
     q = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = _cap((q @ gather(k_cache).transpose(-1, -2)) * spec.scale, spec)
+    scores = _lose_by_distance(scores, group.distances[:, None, None], spec, (1, num_kv_heads, -1, 1))
     scores = scores.masked_fill(~group.is_seen[:, None, None, :], -torch.inf)
     # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach the sum.
     v = gather(v_cache).masked_fill_(~group.is_seen[:, None, :, None], 0)
@@ -259,6 +266,7 @@ def _attend_chunk(
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
         rows = slice(begin, end)
+        scores = _lose_by_distance(scores, place.distances(rows, start, stop), spec, (num_kv_heads, -1, 1, 1))
         if spec.is_causal:
             is_hidden = place.is_hidden(rows, start, stop, spec.window)
         else:
@@ -270,6 +278,13 @@ def _attend_chunk(
 
 def _cap(scores: Tensor, spec: AttentionSpec) -> Tensor:
     return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
+
+
+def _lose_by_distance(scores: Tensor, distances: Tensor, spec: AttentionSpec, shape: tuple[int, ...]) -> Tensor:
+    """Return scores with what ALiBi takes off; shape: of the slopes of all heads beside scores and distances."""
+    if not spec.alibi_slopes:
+        return scores
+    return (scores - torch.tensor(spec.alibi_slopes).view(shape) * distances).to(scores.dtype)
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

@@ -20,9 +20,9 @@ class IndexQueries:
 
 
 def store_index_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write keys [T, D] into the first D values of a cache [num_blocks, 1, block_size, >= D] at `slots` [T]."""
+    """Write keys [T, D] into a cache [num_blocks, 1, block_size, D] at `slots` [T]."""
     size = cache.shape[2]
-    cache[slots // size, 0, slots % size, : keys.shape[1]] = keys
+    cache[slots // size, 0, slots % size] = keys
 
 
 def attend_indexed(
@@ -46,7 +46,7 @@ def attend_indexed(
         rows, keys = (_gather(cache, step.block_tables[sequence], length) for cache in caches)
         is_hidden = hidden_keys(step, sequence)
         part = IndexQueries(index.heads[tokens], index.weights[tokens])
-        is_hidden |= ~choose_keys(part, keys[:, : indexer.head_dim], is_hidden, indexer)
+        is_hidden |= ~choose_keys(part, keys, is_hidden, indexer)
         scores = torch.einsum("thd,sd->hts", q[tokens], rows) * spec.scale
         shares = scores.masked_fill(is_hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
         out[tokens] = torch.einsum("hts,sd->thd", shares, rows)
@@ -54,11 +54,14 @@ def attend_indexed(
 
 
 def choose_keys(index: IndexQueries, keys: Tensor, is_hidden: Tensor, indexer: IndexerSpec) -> Tensor:
-    """Return which of the keys [S, D] each query attends to, [T, S]; is_hidden [T, S]: the masked ones."""
+    """Return which of the keys [S, D] each query attends to, [T, S]; of equal scores the first. is_hidden [T, S]: the masked
+    ones."""
     products = torch.einsum("thd,sd->ths", index.heads.float(), keys.float()) * indexer.head_dim**-0.5
     scores = torch.einsum("th,ths->ts", index.weights, products.relu()).masked_fill(is_hidden, -torch.inf)
-    chosen = scores.topk(min(indexer.top_k, keys.shape[0]), dim=-1).indices
-    return torch.zeros_like(is_hidden).scatter(1, chosen, True)
+    top_k = min(indexer.top_k, keys.shape[0])
+    least = scores.topk(top_k, dim=-1).values[:, -1:]
+    better, equal = scores > least, scores == least
+    return better | (equal & (equal.cumsum(-1) <= top_k - better.sum(-1, keepdim=True)))
 
 
 def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

@@ -12,6 +12,11 @@ from torch import Tensor
 from quire.contracts.model_spec import MoeSpec
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertExtras:
@@ -23,6 +28,7 @@ class ExpertExtras:
     router_input  [T, N], what the router reads; None: what the experts read
     add           called as add(y, x, rows, expert, module), adds to the outputs y [R, O] of a module ("gate", "up", "down")
                   of an expert for its inputs x [R, I] of the tokens `rows` [R]; None: nothing is added
+    chosen        [T, K], the experts of each row; None: the best ones
     add_to_router  the same of the router, called as add_to_router(logits [T, E], x [T, N])
     """
 
@@ -34,6 +40,7 @@ class ExpertExtras:
     router_input: Tensor | None = None
     add: Callable[[Tensor, Tensor, Tensor, int, str], object] | None = None
     add_to_router: Callable[[Tensor, Tensor], Tensor] | None = None
+    chosen: Tensor | None = None
 
 
 def mixture_of_experts(
@@ -49,7 +56,7 @@ def mixture_of_experts(
     """
     extra = extra or ExpertExtras()
     read = x if extra.router_input is None else extra.router_input
-    weights, chosen = route(router_logits(read, spec, router, extra), spec, extra.correction)
+    weights, chosen = route(router_logits(read, spec, router, extra), spec, extra.correction, extra.chosen)
     if extra.scale is not None:
         weights = weights * extra.scale.float()[chosen]
     return run_experts(x, spec, (weights, chosen), gate_up, down, extra)
@@ -97,20 +104,25 @@ def run_experts(
     return out.to(x.dtype)
 
 
-def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the weights [T, K] f32 and indices [T, K] i64 of the experts of each row of a router's logits [T, E]."""
+def route(
+    logits: Tensor, spec: MoeSpec, correction: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [T, K] f32 and indices [T, K] i64 of the experts of each row of a router's logits [T, E].
+
+    given  the indices, where scores do not decide them
+    """
     if spec.scoring == "sparse":
         weights, chosen = sparse_weights(logits, spec.top_k, spec.sparse_margin)
     else:
         read = logits.float() if spec.is_score_f32 else logits
-        scores = read.softmax(-1) if spec.scoring == "softmax" else read.sigmoid()
+        scores = read.softmax(-1) if spec.scoring == "softmax" else _SCORES[spec.scoring](read)
         wanted = scores if correction is None else scores + correction.float()
         if spec.groups is not None:
             grouped = wanted.unflatten(-1, (spec.groups.count, -1))
             best = grouped.topk(spec.groups.num_best, dim=-1).values.sum(-1).topk(spec.groups.num_chosen, dim=-1).indices
             is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, False)
             wanted = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
-        chosen = wanted.topk(spec.top_k, dim=-1).indices
+        chosen = wanted.topk(spec.top_k, dim=-1).indices if given is None else given
         weights = scores.gather(1, chosen)
     if spec.is_renormalized:
         total = weights.sum(-1, keepdim=True)

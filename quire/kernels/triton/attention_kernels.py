@@ -118,6 +118,14 @@ def is_seen(
 
 
 @triton.jit
+def _units_of(sizes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the powers of two next below sizes, f32 >= 0, from 2 ** -100 on, 1 for 0, and 1 over each; both are exact."""
+    bits = sizes.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where(bits == 0, 127 << 23, tl.maximum(bits, 27 << 23))
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend_span(
     acc: tl.tensor,
     best: tl.tensor,
@@ -150,10 +158,11 @@ def _attend_span(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
-    to all of them. bottom: the first key that any row of the run may see. EXTRA: see attend_runs."""
+    to all of them. bottom: the first key that any row of the run may see. EXTRA: see attend_runs. IN_ORDER: batch-invariant."""
     dims = tl.arange(0, BLOCK_D)
     # Of codes of four bits, each byte is loaded for both of its dims.
     K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
@@ -206,11 +215,18 @@ def _attend_span(
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
         if v_scales_ptr is not None:
-            # In units of the tile's largest scale the weights stay within f16, however small the values are.
+            # In units of the largest scale the weights stay within f16, however small the values are.
             scales = tl.load(v_scales_ptr + base + rows, mask=is_key, other=0.0)
-            unit = tl.maximum(tl.max(scales, 0), 1e-30)
-            weights = cast_to(weights * (scales / unit)[None, :], COMPUTE)
-            acc = dot(weights, v.to(COMPUTE), acc * (shrink / unit)[:, None]) * unit
+            if IN_ORDER:
+                # A row has the same bits whether or not the tile has keys that it does not see.
+                own = tl.where(seen, scales[None, :], 0.0) if IS_MASKED else scales[None, :]
+                unit, inverse = _units_of(tl.max(own, 1)[:, None])
+                weights = cast_to(weights * (scales[None, :] * inverse), COMPUTE)
+                acc = dot(weights, v.to(COMPUTE), acc * (shrink[:, None] * inverse)) * unit
+            else:
+                unit = tl.maximum(tl.max(scales, 0), 1e-30)
+                weights = cast_to(weights * (scales / unit)[None, :], COMPUTE)
+                acc = dot(weights, v.to(COMPUTE), acc * (shrink / unit)[:, None]) * unit
         else:
             acc = dot(cast_to(weights, COMPUTE), v.to(COMPUTE), acc * shrink[:, None])
     return acc, best, total
@@ -246,6 +262,7 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_ORDER: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the attention outputs [M, BLOCK_D] over the keys of [low, high), and the base-2 logarithms of their sums [M]."""
     BLOCK_M: tl.constexpr = q.shape[0]
@@ -263,19 +280,19 @@ def attend_keys(
             acc, best, total, q, q_extra, low, first, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
             ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+            HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
         )  # fmt: skip
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
     middle = tl.maximum(middle, first)
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, first, middle, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, False,
     )  # fmt: skip
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, middle, high, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
     )  # fmt: skip
     return acc / tl.maximum(total, TINY)[:, None], best + tl.log2(total)
 
@@ -376,7 +393,7 @@ def attend_runs(
                 q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row,
                 place, end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
                 ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW,
-                SOFTCAP, COMPUTE,
+                SOFTCAP, COMPUTE, True,
             )  # fmt: skip
             new_best = tl.maximum(log_sum, part_sum)
             base = tl.where(new_best == float("-inf"), 0.0, new_best)

@@ -162,6 +162,7 @@ def attend_chunks(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
             HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            MOST == 0,
         )  # fmt: skip
         parts = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP) + rows
         tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)

@@ -35,6 +35,7 @@ _ALIGNMENT = 4096
 _OLD_S = 3600.0
 """A file of another fingerprint may be deleted when nobody has used it for so long."""
 _LOCK_S = 10.0
+_MAX_FOUND = 1 << 16
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, fingerprint TEXT NOT NULL,
     slot_bytes INTEGER NOT NULL, num_slots INTEGER NOT NULL, used_s REAL NOT NULL) STRICT;
@@ -61,6 +62,7 @@ class DiskStore:
         # The rest is for the index: its rows, and the log that SQLite keeps beside it.
         self._max_slot_bytes = max_bytes - (8 << 20) - max_bytes // 64
         self._writer = own_incarnation()
+        self._found: dict[int, int] = {}  # slots of `find`, which `read` tries first
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_folder(folder)
         lock = lock_folder(folder, is_exclusive=False, timeout_s=_LOCK_S)
@@ -102,9 +104,13 @@ class DiskStore:
     def find(self, keys: Sequence[int]) -> list[int]:
         """Return the keys, from the first on, whose pages the index has."""
         found: list[int] = []
+        if len(self._found) > _MAX_FOUND:
+            self._found.clear()
         for key in keys:
-            if self.slot_of(key) is None:
+            slot = self.slot_of(key)
+            if slot is None:
                 break
+            self._found[key] = slot
             found.append(key)
         return found
 
@@ -114,15 +120,21 @@ class DiskStore:
 
     def read(self, key: int, into: Any) -> bool:
         """Read a page into a writable buffer of page_bytes; False, and anything in the buffer, where it is not there."""
+        page, slot = memoryview(into).cast("B"), self._found.pop(key, None)
+        if slot is not None and self._read_slot(slot, key, page):
+            return True
         slot = self.slot_of(key)
         if slot is None:
             return False
-        data = os.pread(self._descriptor, _HEADER.size + self.page_bytes, slot * self.slot_bytes)
-        if not is_page(data, key, self.page_bytes):
+        if not self._read_slot(slot, key, page):
             self.num_damaged += remove_page(self._db, self._file, slot, key)
             return False
-        memoryview(into).cast("B")[:] = memoryview(data)[_HEADER.size :]
         return True
+
+    def _read_slot(self, slot: int, key: int, page: memoryview) -> bool:
+        header = bytearray(_HEADER.size)
+        num_bytes = os.preadv(self._descriptor, [header, page], slot * self.slot_bytes)
+        return num_bytes == len(header) + len(page) and _is_right(header, page, key)
 
     def touch(self, keys: Iterable[int], keep_s: Mapping[int, float] | None = None) -> None:
         """Count pages as used now, or so many seconds later as keep_s has for their keys."""
@@ -329,11 +341,16 @@ def is_page(data: bytes, key: int, page_bytes: int | None) -> bool:
     """Return whether the bytes of a slot begin with the page of a key; page_bytes: None: of any size."""
     if len(data) < _HEADER.size:
         return False
-    magic, found_key, num_bytes, checksum = _HEADER.unpack_from(data)
-    if magic != _MAGIC or found_key != _key_bytes(key) or (page_bytes is not None and num_bytes != page_bytes):
-        return False
-    page = memoryview(data)[_HEADER.size : _HEADER.size + num_bytes]
-    return len(page) == num_bytes and zlib.crc32(page, zlib.crc32(found_key)) == checksum
+    num_bytes = _HEADER.unpack_from(data)[2]
+    return (page_bytes is None or num_bytes == page_bytes) and _is_right(
+        data[: _HEADER.size], memoryview(data)[_HEADER.size : _HEADER.size + num_bytes], key
+    )
+
+
+def _is_right(header: bytes | bytearray, page: memoryview, key: int) -> bool:
+    magic, found_key, num_bytes, checksum = _HEADER.unpack(header)
+    is_of_key = magic == _MAGIC and found_key == _key_bytes(key) and num_bytes == len(page)
+    return is_of_key and zlib.crc32(page, zlib.crc32(found_key)) == checksum
 
 
 def own_incarnation() -> str:

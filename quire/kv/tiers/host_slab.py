@@ -28,13 +28,16 @@ _LOAD_STAGING_BYTES = 256 << 20
 class PagePart:
     """What a process holds of the pages of a model that is divided among processes of one host.
 
-    A page is that of the whole model on one process, so it does not depend on how the model is divided.
+    The page of a block is that of the whole model on one process, so it does not depend on how the model is divided. A
+    recurrent state has the parts of all tensor-parallel ranks, one after the other, each with all layers.
 
     file         descriptor of the memory of all slots, see `slots_file`
     whole        the KV cache of the whole model
     own          that of the process: of consecutive layers, with some of the key and value heads of each
     first_layer  of its layers, in the model
     first_heads  of each of its layers, the first key and value head, in the layer
+    state_bytes  of a recurrent state over all ranks; 0: there is none
+    first_state_byte  of the process's part of it
     """
 
     file: int
@@ -42,6 +45,8 @@ class PagePart:
     own: KvSpec
     first_layer: int = 0
     first_heads: tuple[int, ...] = ()
+    state_bytes: int = 0
+    first_state_byte: int = 0
 
     def offsets(self) -> list[int]:
         """Return where in a page the bytes of each array of the process are, in the order of KvPool.arrays."""
@@ -59,6 +64,10 @@ class PagePart:
 
 class HostSlab:
     """Slots of one page each. A page holds one block: of each array of the pool the block's bytes, one after the other.
+
+    A recurrent state takes several pages, or a part of one. Its bytes are those of its tensors, one after the other, cut into
+    pages. Page p of checkpoint c is named as block num_blocks + c * num_state_pages + p. Where blocks have no bytes, a page is
+    a state.
 
     The memory is taken from the system only as slots are first written. Processes of one model on one host share the slots,
     and each copies its part of a page. Those on several hosts have a slab each, with the same slots, for their parts of the
@@ -78,6 +87,7 @@ class HostSlab:
         part: PagePart | None = None,
         page_bytes: int | None = None,
         file: int | None = None,
+        num_checkpoints: int = 0,
     ) -> None:
         """Make the slots, or map those of `part` or `file`.
 
@@ -85,11 +95,18 @@ class HostSlab:
         is_shared   other engines are to read them, see `shared`
         page_bytes  without a pool or part: of a page
         file        descriptor of the memory of all slots, see `slots_file`
+        num_checkpoints  the last rows of the pool's recurrent states, which are saved and loaded
         """
-        self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
+        self.attach(pool)
         sizes = [blocks.shape[1] for blocks in self._blocks]
         own_bytes = sum(sizes) if page_bytes is None else page_bytes
-        self.page_bytes = own_bytes if part is None else part.whole.bytes_per_block
+        state_bytes = sum(states.shape[1] for states in self._states) if part is None else part.state_bytes
+        self.page_bytes = (own_bytes if part is None else part.whole.bytes_per_block) or state_bytes
+        self._num_blocks, self._num_checkpoints = 0 if pool is None else pool.num_blocks, num_checkpoints
+        first_byte = 0 if part is None else part.first_state_byte
+        self._state_pieces = state_pieces(
+            [states.shape[1] for states in self._states], first_byte, state_bytes, self.page_bytes
+        )
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
         self.stride = stride = slot_stride(self.page_bytes)
@@ -122,6 +139,8 @@ class HostSlab:
     def attach(self, pool: KvPool | None) -> None:
         """Copy from and to another pool of the same shape from now on; None: to none, so that the pool can be freed."""
         self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
+        tensors = [] if pool is None else [tensor for layer in pool.states for tensor in layer if tensor.numel() > 0]
+        self._states = [_bytes_of(tensor, len(tensor)) for tensor in tensors]
 
     def page(self, slot: int) -> NDArray[np.uint8]:
         """Return the bytes of the page in a slot [page_bytes], to be read or written."""
@@ -130,15 +149,34 @@ class HostSlab:
     def move(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to slots, (block, slot), and then slots to blocks, (slot, block)."""
         started_s = time.perf_counter()
+        if self._state_pieces:
+            saves = [pair for pair in saves if not self._copy_state(*pair, is_saved=True)]
         for blocks, part in zip(self._blocks, self._parts, strict=True):
             for block_id, slot in saves:
                 part[slot] = blocks[block_id]
         saved_s = time.perf_counter()
+        if self._state_pieces:
+            loads = [pair for pair in loads if not self._copy_state(*pair[::-1], is_saved=False)]
         for blocks, part in zip(self._blocks, self._parts, strict=True):
             for slot, block_id in loads:
                 blocks[block_id] = part[slot]
         self.save_s += saved_s - started_s
         self.load_s += time.perf_counter() - saved_s
+
+    def _copy_state(self, block_id: int, slot: int, is_saved: bool) -> bool:
+        """Copy the part of a page of a state that this process has; False: the page is that of a block."""
+        if block_id < self._num_blocks:
+            return False
+        checkpoint, page = divmod(block_id - self._num_blocks, len(self._state_pieces))
+        for tensor, first, place, size in self._state_pieces[page]:
+            states = self._states[tensor]
+            state = states[len(states) - self._num_checkpoints + checkpoint, first : first + size]
+            saved = self._slots[slot, place : place + size]
+            if is_saved:
+                saved[:] = state
+            else:
+                state[:] = saved
+        return True
 
 
 def staged_pages(page_bytes: int, num_slots: int) -> tuple[int, int]:
@@ -162,6 +200,28 @@ def slots_file(num_slots: int, page_bytes: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def state_pieces(
+    sizes: Sequence[int], first_byte: int, state_bytes: int, page_bytes: int
+) -> list[list[tuple[int, int, int, int]]]:
+    """Return what each page of a state has of some tensors: the tensor, its first byte there, its place in the page, and the
+    number of bytes.
+
+    sizes       of the tensors, which are one after the other from first_byte on
+    """
+    if state_bytes == 0:
+        return []
+    pages: list[list[tuple[int, int, int, int]]] = [[] for _ in range(-(-state_bytes // page_bytes))]
+    for tensor, size in enumerate(sizes):
+        done = 0
+        while done < size:
+            page, place = divmod(first_byte + done, page_bytes)
+            count = min(size - done, page_bytes - place)
+            pages[page].append((tensor, done, place, count))
+            done += count
+        first_byte += size
+    return pages
 
 
 def _bytes_of(array: torch.Tensor, num_blocks: int) -> NDArray[np.uint8]:

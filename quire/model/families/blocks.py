@@ -65,6 +65,14 @@ def read_attention(config: ConfigView, rope: RopeSpec | None = None, has_bias: b
     )
 
 
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """Return the slopes of ALiBi: a geometric series to 2 ** -max_bias; where the heads are no power of two, that of the next
+    power, each second one first."""
+    power = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-max_bias * (index + 1) / power) for index in range(power)]
+    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
+
+
 def read_activation(config: ConfigView, key: str = "hidden_act") -> Activation:
     """Return an activation function. Raises UnsupportedError."""
     name = config.string(key)

@@ -17,9 +17,14 @@ T = TypeVar("T")
 
 @cache
 def class_defaults(model_type: str) -> Mapping[str, object]:
-    """Return the defaults of absent keys of config.json, taken from transformers' config classes."""
+    """Return the defaults of absent keys of config.json, taken from transformers' config classes.
+
+    An entry that is "like" another one has the defaults of that, and its own instead of them and in addition.
+    """
     table = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-    return table[model_type]
+    own = dict(table[model_type])
+    like = own.pop("like", None)
+    return own if like is None else {**class_defaults(like), **own}
 
 
 class ConfigView:

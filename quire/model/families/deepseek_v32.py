@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that chooses the keys of each query. On a CPU torch runs them."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that chooses the keys of each query."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Source, Sources, rename
 
 MODEL_TYPE = "gpt2"
-_TOP = {"embed": "wte", "pos": "wpe", "final_norm": "ln_f", "lm_head": "lm_head"}
+TOP = {"embed": "wte", "pos": "wpe", "final_norm": "ln_f", "lm_head": "lm_head"}
 _LAYER = {"attn_in": "ln_1", "mlp_in": "ln_2"}
+IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""Masks of old checkpoints."""
 _LINEARS = {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
@@ -46,7 +48,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: linear weights are [in, out], the columns of c_attn are q, k, v."""
-    sources = rename(spec, _LAYER, _TOP, layers="h")
+    sources = rename(spec, _LAYER, TOP, layers="h")
     size = spec.hidden_size
     for index in range(len(spec.layers)):
         for kind, is_transposed in (("weight", True), ("bias", False)):
@@ -63,5 +65,5 @@ PAGE = FamilyPage(
     read_spec,
     find_sources,
     prefixes=("transformer.",),
-    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
+    ignored=IGNORED,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec
@@ -17,7 +17,7 @@ MODEL_TYPE = "gpt_neox"
 
 
 _TOP = {"embed": "embed_in", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
-_LAYER = {
+LAYER = {
     "attn_in": "input_layernorm",
     "mlp_in": "post_attention_layernorm",
     "o": "attention.dense",
@@ -38,12 +38,19 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored: rows of query_key_value are q, k and v of the first head, then of the next."""
-    sources = rename(spec, _LAYER, _TOP)
+    """Return where each parameter is stored."""
+    return find_joined_sources(spec, LAYER, _TOP, "attention")
+
+
+def find_joined_sources(
+    spec: ModelSpec, names: Mapping[str, str], top: Mapping[str, str], block: str, layers: str = "layers"
+) -> Sources:
+    """Return sources where rows of {block}.query_key_value are q, k and v of the first head, then of the next."""
+    sources = rename(spec, names, top, layers)
     for index, layer in enumerate(spec.layers):
         dim, num_heads = layer.attention.head_dim, layer.attention.num_heads
         for kind in ("weight", "bias") if layer.attention.has_qkv_bias else ("weight",):
-            stored = f"layers.{index}.attention.query_key_value.{kind}"
+            stored = f"{layers}.{index}.{block}.query_key_value.{kind}"
             for part, name in enumerate("qkv"):
                 starts = [(3 * head + part) * dim for head in range(num_heads)]
                 pieces = tuple(Piece(stored, (start, start + dim)) for start in starts)

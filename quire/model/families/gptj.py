@@ -22,6 +22,8 @@ _LAYER = {
     "up": "mlp.fc_in",
     "down": "mlp.fc_out",
 }
+IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)")
+"""Masks and tables of old checkpoints."""
 _THETA = 10000.0
 
 
@@ -64,5 +66,5 @@ PAGE = FamilyPage(
     read_spec,
     find_sources,
     prefixes=("transformer.",),
-    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)"),
+    ignored=IGNORED,
 )

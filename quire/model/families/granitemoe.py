@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
-from quire.model.families.blocks import assemble, read_attention, read_rms_norm
+from quire.model.families import granite
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import read_moe
 from quire.model.families.page import FamilyPage
@@ -18,26 +18,16 @@ SHARED_MODEL_TYPE = "granitemoeshared"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Granite mixture, shared or not."""
-    norm = read_rms_norm(config)
-    attention = read_attention(config, has_bias=config.boolean("attention_bias"))
+    return granite.assemble_scaled(config, [read_layer(config)] * config.integer("num_hidden_layers"))
+
+
+def read_layer(config: ConfigView) -> LayerSpec:
+    """Return a layer with a mixture."""
     # The softmax over the chosen logits is that over all, renormalised.
     moe = read_moe(config, "intermediate_size")
-    if config.model_type == SHARED_MODEL_TYPE and config.integer("shared_intermediate_size", minimum=0) > 0:
+    if config.model_type != MODEL_TYPE and config.integer("shared_intermediate_size", minimum=0) > 0:
         moe = replace(moe, shared=replace(moe.expert, intermediate_size=config.integer("shared_intermediate_size")))
-    layer = LayerSpec(
-        replace(attention, scale=config.number("attention_multiplier")),
-        moe,
-        attn_in=norm,
-        mlp_in=norm,
-        residual_scale=config.number("residual_multiplier"),
-    )
-    return assemble(
-        config,
-        [layer] * config.integer("num_hidden_layers"),
-        norm,
-        embed_scale=config.number("embedding_multiplier"),
-        logit_scale=1 / config.number("logits_scaling"),
-    )
+    return granite.read_layer(config, moe)
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:

@@ -69,7 +69,9 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"architectures must be a list of strings, got {architectures!r}")
     if model_type is None:
-        model_type = next((t for t in (*WRAPPERS, *FAMILIES) if set(_architectures(t)) & set(names)), None)
+        known = [t for t in (*WRAPPERS, *FAMILIES) if set(_architectures(t)) & set(names)]
+        # Some types name the class of another one after their own.
+        model_type = next((t for t in known if _architectures(t)[0] in names), known[0] if known else None)
     model_type = BIDIRECTIONAL_TYPES.get(model_type, model_type) if model_type is not None else None
     if model_type is None or (model_type not in FAMILIES and model_type not in WRAPPERS):
         raise _unknown_type(model_type, names)

@@ -156,6 +156,11 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
     return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim, is_f32=is_f32)
 
 
+def read_named_rope(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int) -> RopeSpec:
+    """Return the rotary embedding that an object under a key describes, for families with keys of their own."""
+    return _resolve(config, key, values, head_dim)
+
+
 def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False) -> RopeSpec:
     kind = _read_kind(config, key, values)
     _check_keys(config, key, values)
@@ -203,16 +208,13 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
             attention_factor=_yarn_attention_factor(parameters, values, factor),
             is_f32=is_f32,
         )
-    attention_factor = _long_attention_factor(key, parameters)
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
     return RopeSpec(
         dim,
         theta,
         "longrope",
         factor,
         original_max,
-        attention_factor=attention_factor,
+        attention_factor=_long_attention_factor(key, parameters, factor, original_max),
         short=parameters.divisors("short_factor", dim // 2),
         long=parameters.divisors("long_factor", dim // 2),
         is_f32=is_f32,
@@ -229,16 +231,18 @@ def _proportional(config: ConfigView, key: str, parameters: _Parameters, head_di
     return RopeSpec(head_dim, parameters.required("rope_theta"), "proportional", scale, num_pairs=num_pairs)
 
 
-def _long_attention_factor(key: str, parameters: _Parameters) -> float | None:
-    """Return the attention factor of longrope where the configuration names it; Phi-3.5-MoE does, for short and long ones."""
+def _long_attention_factor(key: str, parameters: _Parameters, factor: float, original_max: int) -> float:
+    """Return the attention factor of longrope: the configuration's (Phi-3.5-MoE names one for short and one for long contexts),
+    or the one that follows from the factor."""
     short, long = (parameters.number(name, is_required=False) for name in _MSCALES)
-    if short is None and long is None:
-        return parameters.number("attention_factor", is_required=False)
     if short != long:
         raise UnsupportedError(
             f"{key}: short_mscale ({short}) and long_mscale ({long}) are supported only where they are equal"
         )
-    return short
+    named = parameters.number("attention_factor", is_required=False) if short is None else short
+    if named is not None:
+        return named
+    return math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
 
 
 def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> str:
@@ -248,7 +252,9 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
     kinds = _ALL_KINDS
     if config.model_type == "phi3":  # whose older checkpoints name it so
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
-    if config.model_type in ("gemma4_text", "gemma4_unified_text"):
+    if config.model_type == "sarvam_mla" and kind == "deepseek_yarn":
+        kind = "yarn"
+    if config.model_type in ("gemma4_text", "gemma4_unified_text", "lfm3"):
         kinds = (*kinds, "proportional")
     if kind not in kinds:
         raise UnsupportedError(

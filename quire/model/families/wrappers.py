@@ -10,7 +10,8 @@ from quire.base.errors import ModelFormatError, UnsupportedError
 
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
 NOT_TEXT = re.compile(
-    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|embed_vision|"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|patch_merge_mlp|"
+    r"embed_vision|"
     r"audio_tower|embed_audio)\..*"
 )
 """Names of stored tensors that only images and sounds need."""
@@ -42,6 +43,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "internvl": Wrapper(("InternVLForConditionalGeneration",), ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), True),
     "kimi_k25": Wrapper(_KIMI, ("deepseek_v3", "kimi_k2"), True),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), ("llama4_text",), False),
+    "minimax_m3_vl": Wrapper(("MiniMaxM3SparseForConditionalGeneration",), ("minimax_m3_vl_text",), False),
     "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), ("mistral", "ministral3", "mistral4"), True),
     "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), False),
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), False),

@@ -36,6 +36,16 @@ _MODULES = {
     "shared.down": (11,),
     "shared_scale": (12,),
     "attn_gate": (24,),
+    "index_q": (25,),
+    "index_k": (26,),
+    "index_weights": (27,),
+    "latent_in": (28,),
+    "latent_out": (29,),
+    "block_out": (30,),
+    **{f"adapters.{name}_in": (31 + place,) for place, name in enumerate(("q", "k", "v"))},
+    **{f"adapters.{name}_out": (34 + place,) for place, name in enumerate(("q", "k", "v"))},
+    **{f"adapters.{name}_in": (37 + place,) for place, name in enumerate(("gate", "up"))},
+    **{f"adapters.{name}_out": (39 + place,) for place, name in enumerate(("gate", "up"))},
 }
 """Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
 _EXPERT_MODULES = {"gate": 0, "up": 1, "down": 2}
@@ -53,7 +63,7 @@ _MIXER_PARTS = {
     **dict.fromkeys(("delta.o", "conv.out", "mamba.out"), 23),
 }
 """Canonical name of a mixer's module -> LoraModule of its first part; see Mixer in csrc/plan.h."""
-_HEAD = 25
+_HEAD = 41
 
 
 class NativeAdapters:

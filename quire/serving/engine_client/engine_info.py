@@ -64,7 +64,11 @@ def _attention_kinds(spec: ModelSpec, kv: KvSpec, windows: Sequence[int | None])
     found: list[AttentionKind] = []
     for window in windows:
         places = [place for place, layer in enumerate(spec.layers) if layer.attention.window == window]
-        cached = replace(kv, layer_shapes=tuple(kv.layer_shapes[place] for place in places))
+        # The shapes of compressed entries of all layers follow those of all layers.
+        shapes = [
+            kv.layer_shapes[first + place] for first in range(0, len(kv.layer_shapes), len(spec.layers)) for place in places
+        ]
+        cached = replace(kv, layer_shapes=tuple(shapes))
         heads = [spec.layers[place].attention for place in places]
         found.append(AttentionKind(window, cached.bytes_per_token, sum(one.num_heads * one.head_dim for one in heads)))
     return found

@@ -347,84 +347,84 @@ async def metrics(parts: SystemParts, call: Call) -> Answer:
     return Ready(body, media_type=media_type)
 
 
+_ENDPOINTS: tuple[Endpoint[SystemParts], ...] = (
+    Endpoint(
+        method="GET",
+        path="/health",
+        handler=health,
+        summary="Whether the engine lives",
+        tag="system",
+        answer=Health,
+        other_answers={503: Health},
+        is_open=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/ready",
+        handler=ready,
+        summary="Whether requests are taken",
+        tag="system",
+        answer=Readiness,
+        other_answers={503: Readiness},
+        is_open=True,
+    ),
+    Endpoint(method="GET", path="/load", handler=load, summary="How full the server is", tag="system", answer=Load),
+    Endpoint(
+        method="GET",
+        path="/debug/experts",
+        handler=experts,
+        summary="Tokens of the experts of a mixture model",
+        tag="system",
+        answer=Experts,
+    ),
+    Endpoint(
+        method="POST",
+        path="/experts/rebalance",
+        handler=rebalance,
+        summary="Balance the experts over the ranks by the load of the last steps (enable_eplb)",
+        tag="system",
+        answer=Rebalancing,
+    ),
+    Endpoint(
+        method="PUT",
+        path="/prefill_urls",
+        handler=put_prefill_urls,
+        summary="Set the prefill servers of a decode server",
+        tag="system",
+        body=PrefillUrls,
+        answer=PrefillUrls,
+    ),
+    Endpoint(
+        method="PUT",
+        path="/role",
+        handler=put_role,
+        summary="Change the role of the engines: both, prefill or decode",
+        tag="system",
+        body=NewRole,
+        answer=NewRole,
+    ),
+    Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
+)
+_METRICS: Endpoint[SystemParts] = Endpoint(
+    method="GET",
+    path="/metrics",
+    handler=metrics,
+    summary="Prometheus metrics",
+    tag="system",
+    query=(_COMPAT,),
+    success_media_type="text/plain",
+)
+
+
 def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) -> tuple[Endpoint[SystemParts], ...]:
     """Return the endpoints of this module; the OpenAPI description covers `others` too."""
-    found = [
-        Endpoint(
-            method="GET",
-            path="/health",
-            handler=health,
-            summary="Whether the engine lives",
-            tag="system",
-            answer=Health,
-            other_answers={503: Health},
-            is_open=True,
-        ),
-        Endpoint(
-            method="GET",
-            path="/ready",
-            handler=ready,
-            summary="Whether requests are taken",
-            tag="system",
-            answer=Readiness,
-            other_answers={503: Readiness},
-            is_open=True,
-        ),
-        Endpoint(method="GET", path="/load", handler=load, summary="How full the server is", tag="system", answer=Load),
-        Endpoint(
-            method="GET",
-            path="/debug/experts",
-            handler=experts,
-            summary="Tokens of the experts of a mixture model",
-            tag="system",
-            answer=Experts,
-        ),
-        Endpoint(
-            method="POST",
-            path="/experts/rebalance",
-            handler=rebalance,
-            summary="Balance the experts over the ranks by the load of the last steps (enable_eplb)",
-            tag="system",
-            answer=Rebalancing,
-        ),
-        Endpoint(
-            method="PUT",
-            path="/prefill_urls",
-            handler=put_prefill_urls,
-            summary="Set the prefill servers of a decode server",
-            tag="system",
-            body=PrefillUrls,
-            answer=PrefillUrls,
-        ),
-        Endpoint(
-            method="PUT",
-            path="/role",
-            handler=put_role,
-            summary="Change the role of the engines: both, prefill or decode",
-            tag="system",
-            body=NewRole,
-            answer=NewRole,
-        ),
-        Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
-    ]
-    if is_metrics_enabled:
-        found.append(
-            Endpoint(
-                method="GET",
-                path="/metrics",
-                handler=metrics,
-                summary="Prometheus metrics",
-                tag="system",
-                query=(_COMPAT,),
-                success_media_type="text/plain",
-            )
-        )
     description: list[bytes] = []
 
     async def openapi(parts: SystemParts, call: Call) -> Answer:
         if not description:
             root_path = parts.server.config.root_path
             maxima = {"n": parts.server.config.max_n, "best_of": parts.server.config.max_n}
+            listed = (*others, *found)
             description.append(
                 await asyncio.to_thread(
                     lambda: msgspec.json.encode(document("quire", quire.__version__, listed, maxima, root_path))
@@ -432,15 +432,13 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
             )
         return Ready(description[0])
 
-    found.append(
-        Endpoint(
-            method="GET",
-            path="/openapi.json",
-            handler=openapi,
-            summary="The description of this API",
-            tag="system",
-            answer=dict[str, Any],
-        )
+    described: Endpoint[SystemParts] = Endpoint(
+        method="GET",
+        path="/openapi.json",
+        handler=openapi,
+        summary="The description of this API",
+        tag="system",
+        answer=dict[str, Any],
     )
-    listed = (*others, *found)
-    return tuple(found)
+    found = (*_ENDPOINTS, *((_METRICS,) if is_metrics_enabled else ()), described)
+    return found

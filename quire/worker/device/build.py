@@ -22,8 +22,9 @@ from quire.contracts.step import StepPlan
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
+from quire.kernels.triton.rotated_codes import PACKED
 from quire.kernels.triton.tile_table import active_table, choose_table
-from quire.kv.device_pool import DeviceKvPool
+from quire.kv.device_pool import DeviceKvPool, kv_dtypes
 from quire.kv.tiers.host_slab import HostSlab, slots_file
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
@@ -54,6 +55,7 @@ from quire.worker.device.memory import (
     MemoryBefore,
     Recordings,
     check_pinned,
+    device_kv_spec,
     device_weight_bytes,
     gathered_bytes,
     measure_usage,
@@ -234,13 +236,14 @@ def build_rank(
         place = device if offload is None else OffloadedWeights(device, offload)
         rows = None if group is None else group.rows
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage, rows)
-        logger.info(decoder.fusion)
+        kv, num_spare = report.memory.kv, num_spare_blocks(config)
+        is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
+        logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
         if counts_experts(config) and stage is None:
             decoder.watch_experts(config.lossy_routing)
-        kv, num_spare = report.memory.kv, num_spare_blocks(config)
         pool = DeviceKvPool(kv, 1 + num_spare, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
-        library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
+        library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
         adapters = None
         if config.enable_lora:
@@ -349,7 +352,7 @@ def _compile_ahead(
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
-        kv = KvSpec.on_device(group.stage.rank_specs[0], kv.block_size, kv.dtype, kv.window_tokens is not None)
+        kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
     order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
     return Precompilation(order, parameters)
 

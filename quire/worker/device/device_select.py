@@ -171,8 +171,6 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
             "choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'"
         )
     missing: list[str] = []
-    if config.kv_cache_dtype_skip_layers is not None:
-        missing.append("kv_cache_dtype_skip_layers (leave it out)")
     if config.speculative_config is not None:
         missing += _missing_drafts(config.speculative_config, config.deterministic)
     if config.deterministic and config.attention_backend in ATTENTION_LIBRARIES:

@@ -72,6 +72,7 @@ class GpuStepExecutor(StepLauncher):
         whole = spec if self._stage is None else self._stage.spec
         self.has_rope_variants = whole.rope_switch_len(sizes.max_model_len) is not None
         self._states: StateTable | None = None
+        self._num_checkpoints = 0
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
         self.draw: Draw | None = draw_on_device
         width = self._tables.shape[1]
@@ -116,11 +117,11 @@ class GpuStepExecutor(StepLauncher):
         slab   with its pages, that another executor of the same model had
         """
         if num_pages > 0:
-            page_bytes, file = (self._pool.spec.bytes_per_block, None) if share is None else (share.page_bytes, share.file)
+            page_bytes, file = (self._pool.spec.page_bytes, None) if share is None else (share.page_bytes, share.file)
             self.host_slab = slab or HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
             with torch.inference_mode(), self._decoder.on_device():
                 first_byte = 0 if share is None else share.first_byte
-                self._pages = DevicePages(self._pool, self.host_slab, first_byte=first_byte)
+                self._pages = DevicePages(self._pool, self.host_slab, None, first_byte, self._num_checkpoints)
                 self._pages.warm_up()
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
@@ -191,6 +192,9 @@ class GpuStepExecutor(StepLauncher):
     ) -> Launched:
         """See StepExecutor. It samples in any case, and keeps features as keep_features of the decoder says."""
         states = None if self._states is None else self._states.place(tokens)
+        if self._pages is not None and tokens.states is not None:
+            starts = [checkpoint for _, _, checkpoint in tokens.states.starts if checkpoint is not None]
+            self._pages.use_states([*starts, *(slot for saves in tokens.states.saves.values() for _, slot in saves)])
         adapters = None if self._adapters is None else self._adapters.numbers.of_runs(tokens.adapters, tokens.starts)
         rope_rows = self._decoder.num_long_rope_rows
         step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
@@ -266,6 +270,7 @@ class GpuStepExecutor(StepLauncher):
         self._use(pool)
         if self.has_states:
             self._states = StateTable(self._sizes.max_num_seqs, num_states, num_checkpoints, copies_starts=True)
+            self._num_checkpoints = num_checkpoints
 
     def expert_stats(self) -> list[ExpertStats]:
         """See StepExecutor: where the decoder watches them. Waits for launched steps."""

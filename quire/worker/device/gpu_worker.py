@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
 from quire.contracts.config import EngineConfig
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.resolve import resolve_model
@@ -23,10 +22,10 @@ from quire.parallel.ring import RingMessage
 from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
-from quire.worker.device.staged_call import GpuCall, decode_staged
+from quire.worker.device.staged_call import decode_staged
 from quire.worker.expert_moves import ExpertMover
 from quire.worker.parallel_launch import own_fingerprint
-from quire.worker.parallel_messages import decode_adapter, decode_adapter_key, decode_expert_change, decode_page_moves
+from quire.worker.parallel_messages import Call, change_model, decode_page_moves
 
 
 def main(context: WorkerContext) -> None:
@@ -53,7 +52,7 @@ def main(context: WorkerContext) -> None:
         message = context.ring.receive()
         if message is None:
             continue
-        if follower.follow_waiting(GpuCall(int(message.header[0]))):
+        if follower.follow_waiting(Call(int(message.header[0]))):
             context.communicator.barrier()  # the leader waits in it
         else:
             follower.follow(message)
@@ -74,15 +73,15 @@ class Follower:
         self._num_kept = 0
         self._num_moved = 0
 
-    def follow_waiting(self, call: GpuCall) -> bool:
+    def follow_waiting(self, call: Call) -> bool:
         """Make a call of the leader that it waits for: to sleep, to wake up, or to end all copies of pages; return whether it
         was such a call."""
-        if call is GpuCall.SLEEP:
+        if call is Call.SLEEP:
             self._hidden.clear()
             self._executor.sleep()
-        elif call is GpuCall.WAKE_UP:
+        elif call is Call.WAKE_UP:
             self._executor.wake_up()
-        elif call is GpuCall.SETTLE_PAGES:
+        elif call is Call.SETTLE_PAGES:
             with self._executor.step_scope():
                 self._note_moved(waits=True)
         else:
@@ -91,39 +90,27 @@ class Follower:
 
     def follow(self, message: RingMessage) -> None:
         """Make the call of a message; it returns before the device is done."""
-        call = GpuCall(int(message.header[0]))
+        call = Call(int(message.header[0]))
         self._note_moved(waits=False)
         with self._executor.step_scope():
-            if call is GpuCall.STAGED:
+            if call is Call.STAGED:
                 staged_call, staged = decode_staged(message)
                 self._executor.fill_staging(staged)
                 _, hidden = self._executor.run_staged(staged_call)
                 if staged_call.keeps_hidden and hidden is not None:
                     self._hidden[self._num_kept % self._executor.max_in_flight] = self._executor.kept(hidden)
                     self._num_kept += 1
-            elif call is GpuCall.LOGITS:
+            elif call is Call.LOGITS:
                 if self._executor.samples:
                     first, last, place = message.header[1:4].tolist()
                     numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
                     self._executor.logits_of(self._hidden[place][first:last], numbers)
-            elif call is GpuCall.MOVE_PAGES:
+            elif call is Call.MOVE_PAGES:
                 self._executor.move_pages(0, *decode_page_moves(message))
-            elif self._mover is not None and call is GpuCall.LOAD_EXPERTS:
-                self._mover.prepare(decode_expert_change(message))
-            elif self._mover is not None and call is GpuCall.SWITCH_EXPERTS:
-                self._mover.switch()
-            elif call is GpuCall.USE_BLOCKS:
+            elif call is Call.USE_BLOCKS:
                 self._executor.use_blocks(message.arrays[0].tolist())
             else:
-                self._follow_adapter(call, message)
-
-    def _follow_adapter(self, call: GpuCall, message: RingMessage) -> None:
-        if self._adapters is None or call not in (GpuCall.LOAD_ADAPTER, GpuCall.UNLOAD_ADAPTER):
-            raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
-        if call is GpuCall.LOAD_ADAPTER:
-            self._adapters.load(decode_adapter(message))
-        else:
-            self._adapters.unload(decode_adapter_key(message))
+                change_model(message, self._adapters, self._mover)
 
     def _note_moved(self, waits: bool) -> None:
         """Tell the leader which page moves have ended; waits: all, when they have."""

@@ -33,11 +33,11 @@ from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
-from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
+from quire.worker.device.staged_call import StagedCall, encode_staged
 from quire.worker.expert_moves import ExpertChange, ExpertMover
 from quire.worker.expert_rebalance import ExpertRebalancer
 from quire.worker.parallel_executor import check_adapter_size
-from quire.worker.parallel_messages import encode_adapter, encode_adapter_key, encode_expert_change, encode_page_moves
+from quire.worker.parallel_messages import Call, encode_adapter, encode_adapter_key, encode_expert_change, encode_page_moves
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -121,8 +121,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         return self._rebalancer.start()
 
     def _send_change(self, change: ExpertChange | None) -> None:
-        (_, *numbers), arrays = encode_expert_change(change)
-        self._workers.ring.send([GpuCall.SWITCH_EXPERTS if change is None else GpuCall.LOAD_EXPERTS, *numbers], arrays)
+        self._workers.ring.send(*encode_expert_change(change))
 
     def flush(self) -> None:
         """See StepExecutor."""
@@ -139,7 +138,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         with self._scope():
             if self._is_leading:
                 numbers = [] if started.adapters is None else [started.adapters[first:last]]
-                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place], numbers)
+                self._workers.ring.send([Call.LOGITS, first, last, started.place], numbers)
             return super().logits_at(started, first, last)
 
     def takes_masked(self, row: SamplingRow) -> bool:
@@ -152,13 +151,13 @@ class LeaderGpuExecutor(GpuStepExecutor):
         holder = self._adapters_here()
         holder.load(adapter)  # checks it: an error of a worker would end the group
         with self._scope():
-            self._workers.ring.send(*encode_adapter(adapter, GpuCall.LOAD_ADAPTER))
+            self._workers.ring.send(*encode_adapter(adapter))
 
     def unload_adapter(self, key: str) -> None:
         """Remove a LoRA adapter on all ranks."""
         self._adapters_here().unload(key)
         with self._scope():
-            self._workers.ring.send(*encode_adapter_key(key, GpuCall.UNLOAD_ADAPTER))
+            self._workers.ring.send(*encode_adapter_key(key))
 
     def _adapters_here(self) -> DeviceAdapters:
         if self._adapters is None:
@@ -169,7 +168,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See PageMover: every rank copies its share of each page."""
         with self._scope():
             _, arrays = encode_page_moves(saves, loads)
-            self._workers.ring.send([GpuCall.MOVE_PAGES], arrays)
+            self._workers.ring.send([Call.MOVE_PAGES], arrays)
             super().move_pages(step_id, saves, loads)
         self._page_moves.append((step_id, bool(loads)))
 
@@ -177,7 +176,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See GpuStepExecutor. Another rank may still load pages that this one has loaded."""
         with self._scope():
             if block_ids and any(has_loads for _, has_loads in self._page_moves):
-                self._workers.ring.send([GpuCall.USE_BLOCKS], [np.array(block_ids, np.int64)])
+                self._workers.ring.send([Call.USE_BLOCKS], [np.array(block_ids, np.int64)])
             super().use_blocks(block_ids)
 
     def take_moved(self, waits: bool) -> tuple[int, ...]:
@@ -185,7 +184,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         with self._scope():
             has_others = waits and bool(self._page_moves)
             if has_others:
-                self._workers.ring.send([GpuCall.SETTLE_PAGES])
+                self._workers.ring.send([Call.SETTLE_PAGES])
             self._num_moved_here += len(super().take_moved(waits))
             if has_others:
                 self._workers.communicator.barrier()
@@ -221,14 +220,14 @@ class LeaderGpuExecutor(GpuStepExecutor):
     def sleep(self) -> None:
         """See StepExecutor: every rank does, before this returns."""
         with self._scope():
-            self._workers.ring.send([GpuCall.SLEEP])
+            self._workers.ring.send([Call.SLEEP])
             super().sleep()
             self._workers.communicator.barrier()
 
     def wake_up(self) -> None:
         """See StepExecutor: every rank does, before this returns. All ranks record the same CUDA graphs by themselves."""
         with self._scope():
-            self._workers.ring.send([GpuCall.WAKE_UP])
+            self._workers.ring.send([Call.WAKE_UP])
             self._is_leading = False
             try:
                 super().wake_up()

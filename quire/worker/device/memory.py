@@ -41,6 +41,7 @@ from quire.worker.memory import (
     given_blocks,
     limits_windows,
     max_num_batched_tokens,
+    skipped_layers,
 )
 from quire.worker.pipeline_plan import StageMemory
 from quire.worker.pipeline_stage import StagePlace
@@ -285,21 +286,10 @@ def estimate_memory(
         place = places[rank]
         own, spec, cached = _part_of(config, spec, shapes, place)
         num_weight_bytes = num_weight_bytes * _count(own) // _count(shapes)
-    check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
-    kv = KvSpec.on_device(
-        cached,
-        config.block_size or DEVICE_BLOCK_SIZE,
-        spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        limits_windows(config, spec, max_model_len) and config.prefill_context_parallel_size == 1,
-    )
+    has_windows = limits_windows(config, spec, max_model_len) and config.prefill_context_parallel_size == 1
+    kv = device_kv_spec(config, cached, has_windows)
     if place is not None:
         kv, spec = kv.part(place.stage.start, place.stage.stop), place.stage.spec(spec)
-    if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(kv.dtype, ()):
-        raise ConfigError(f"kv_cache_dtype is {kv.dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
-    if kv.index_dims and kv.dtype in QUANTIZED_KV_BITS:
-        raise ConfigError(
-            f"kv_cache_dtype is {kv.dtype!r}, but an indexer of keys needs the model's own on a GPU: choose 'auto'"
-        )
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)
@@ -311,7 +301,7 @@ def estimate_memory(
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
-    page_shares = _page_shares(config, ranks, kv)
+    page_shares = _page_shares(config, ranks)
     further = tier_staging_bytes(config, kv, page_shares) + gathered_bytes(config, kv, max_model_len)
     usage = replace(usage, activation_bytes=usage.activation_bytes + further)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
@@ -319,15 +309,31 @@ def estimate_memory(
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
 
 
-def _page_shares(config: EngineConfig, ranks: Sequence[tuple[StagePlace, ModelSpec]], kv: KvSpec) -> tuple[int, ...]:
+def device_kv_spec(config: EngineConfig, spec: ModelSpec, has_windows: bool) -> KvSpec:
+    """Return the cache shape of a model, or of a rank's part of its layers, on a GPU, with the dtype of each layer.
+
+    has_windows  with a window group, if a layer has a window
+    Raises ConfigError for formats, and layers of kv_cache_dtype_skip_layers, that this model cannot have.
+    """
+    check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
+    dtype = spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kv = KvSpec.on_device(spec, config.block_size or DEVICE_BLOCK_SIZE, dtype, has_windows)
+    if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(dtype, ()):
+        raise ConfigError(f"kv_cache_dtype is {dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
+    if kv.index_dims and dtype in QUANTIZED_KV_BITS:
+        raise ConfigError(f"kv_cache_dtype is {dtype!r}, but an indexer of keys needs the model's own on a GPU: choose 'auto'")
+    kept = config.kv_cache_dtype_skip_layers
+    return kv if kept is None else kv.with_layers(skipped_layers(kept, spec), spec.dtype)
+
+
+def _page_shares(config: EngineConfig, ranks: Sequence[tuple[StagePlace, ModelSpec]]) -> tuple[int, ...]:
     """Return the bytes that each rank has of a page of the host tier; empty where there is one rank, or no host tier.
 
     ranks  the place of each, and the whole model with its part of each layer
-    kv     the cache of one of them
     """
     if config.host_tier_bytes == 0:
         return ()
-    specs = [(place.stage, KvSpec.on_device(spec, kv.block_size, kv.dtype, False)) for place, spec in ranks]
+    specs = [(place.stage, device_kv_spec(config, spec, False)) for place, spec in ranks]
     return tuple(whole.part(stage.start, stage.stop).bytes_per_block for stage, whole in specs)
 
 
@@ -389,10 +395,10 @@ def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[i
 
     page_shares  of all ranks, see MemoryPlan
     """
-    if config.host_tier_bytes == 0 or kv.bytes_per_block == 0:
+    if config.host_tier_bytes == 0 or kv.page_bytes == 0:
         return 0
-    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.bytes_per_block)
-    return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
+    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.page_bytes)
+    return sum(staged_pages(kv.page_bytes, num_pages)) * kv.page_bytes
 
 
 def gathered_bytes(config: EngineConfig, kv: KvSpec, max_model_len: int) -> int:
@@ -400,8 +406,7 @@ def gathered_bytes(config: EngineConfig, kv: KvSpec, max_model_len: int) -> int:
     sequences; 0 where they do not."""
     if config.decode_context_parallel_size == 1:
         return 0
-    widths = [heads * dim for heads, dim in kv.layer_shapes]
-    layer_bytes = kv.bytes_per_block * max(widths) // max(1, sum(widths))
+    layer_bytes = max(kv.part(layer, layer + 1).bytes_per_block for layer in range(len(kv.layer_shapes)))
     num_blocks = -(-max(GATHERED_TOKENS, max_model_len) // kv.block_size)
     # Results of this rank, of all ranks, and these in order; keys of this rank, of all ranks, and of its heads.
     return 3 * GATHERED_BYTES + 3 * num_blocks * layer_bytes

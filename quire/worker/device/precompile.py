@@ -67,7 +67,9 @@ class Order(NamedTuple):
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares, self.num_redundant)
+        return ServedModel(
+            self.spec, parameters, policy, self.is_in_order, self.shares, self.num_redundant, self.kv.layer_dtypes
+        )
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

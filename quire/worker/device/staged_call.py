@@ -6,7 +6,6 @@ launch the same, over the same inputs.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.graphs import SHORT_RUNS, GraphKey, PromptKey
 from quire.worker.device.host_step import SAMPLINGS, Sampling
 from quire.worker.device.mixed_step import StepShape
+from quire.worker.parallel_messages import Call, Encoded
 
 
 class ChangeCounts(NamedTuple):
@@ -66,24 +66,7 @@ class StagedCall(NamedTuple):
     keeps_hidden: bool = False
 
 
-class GpuCall(IntEnum):
-    """Which call of the leader's executor a message is."""
-
-    STAGED = 1
-    LOGITS = 2
-    SLEEP = 3
-    WAKE_UP = 4
-    MOVE_PAGES = 5
-    USE_BLOCKS = 6
-    SETTLE_PAGES = 7
-    LOAD_EXPERTS = 8
-    SWITCH_EXPERTS = 9
-    LOAD_ADAPTER = 10
-    UNLOAD_ADAPTER = 11
-
-
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)
-Encoded = tuple[list[int], list[NDArray[np.generic]]]
 
 
 def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
@@ -99,7 +82,7 @@ def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
         kind, of_key = _ONE_BY_ONE, [call.shape.has_trees, 0, 0, 0]
         arrays = [np.array(call.shape.counts, np.int32), np.array(call.shape.context_lens, np.int32)]
     sampled = [SAMPLINGS.index(call.sampling), call.num_sampled, call.keeps_hidden]
-    return [GpuCall.STAGED, kind, *of_key, has_adapters, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
+    return [Call.STAGED, kind, *of_key, has_adapters, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
 
 
 def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
-from quire.kv.device_pool import DeviceKvPool
+from quire.kv.device_pool import DeviceKvPool, kv_dtypes
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
@@ -115,10 +116,15 @@ class StepLauncher:
         most_rows = (most_tokens, most) if self.samples else (0, 0)
         self._hidden = torch.empty(most_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
-        kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
+        # With layers in two formats every part of the model, as a stage may be, has the tiles of both.
+        formats = {pool.spec.dtype, *((spec.dtype,) if pool.spec.layer_dtypes else ())}
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
-        kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
-        self.tile_kinds = sorted(kinds)
+        self.tile_kinds = sorted(
+            {
+                tile_queries(each, decoder.dtype, kv_dtypes(name)[0], decoder.is_in_order)
+                for each, name in itertools.product(attention, formats)
+            }
+        )
         self._staging = Staging(
             most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows, spec.vocab_size),
             device,

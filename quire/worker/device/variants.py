@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.launching import noted_launches, run_all
 from quire.kernels.triton.precompile import variant_of
@@ -48,6 +48,7 @@ class ServedModel(NamedTuple):
     is_in_order  see DeviceDecoder
     shares       of tensor-parallel ranks: the part of rank 0 is served
     num_redundant  copies of experts in a layer, with expert parallelism; None: without
+    kv_dtypes    of each layer's cache, see KvSpec.layer_dtypes
     """
 
     spec: ModelSpec
@@ -56,11 +57,13 @@ class ServedModel(NamedTuple):
     is_in_order: bool = False
     shares: tuple[float, ...] = (1.0,)
     num_redundant: int | None = None
+    kv_dtypes: tuple[KvDtype, ...] = ()
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
         shapes, num_layers = parameter_shapes(self.spec), len(self.spec.layers)
-        found: list[list[object]] = [[layer] for layer in (*self.spec.layers, None)]
+        dtypes = (*(self.kv_dtypes or (None,) * num_layers), None)
+        found: list[list[object]] = [list(kind) for kind in zip((*self.spec.layers, None), dtypes, strict=True)]
         for name, parameter in self.parameters.items():
             index, rest = _split(name)
             layout = parameter.layout if isinstance(parameter, StoredParameter) else ()
@@ -91,7 +94,9 @@ class ServedModel(NamedTuple):
                 for index, rest in [_split(name)]
                 if index == source
             }
-        return self._replace(spec=replace(self.spec, layers=tuple(layers[index] for index in chosen)), parameters=own)
+        spec = replace(self.spec, layers=tuple(layers[index] for index in chosen))
+        dtypes = tuple(self.kv_dtypes[index] for index in chosen) if self.kv_dtypes else ()
+        return self._replace(spec=spec, parameters=own, kv_dtypes=dtypes)
 
 
 def _split(name: str) -> tuple[int | None, str]:
@@ -123,9 +128,10 @@ class ServedHead(NamedTuple):
 
 def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition, those of the start first."""
-    decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
+    few = model.few_layers()
+    decoder = meta_decoder(few, sizes.max_model_len)
     own = KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
-    return _step_variants(decoder, own, sizes)
+    return _step_variants(decoder, replace(own, layer_dtypes=few.kv_dtypes), sizes)
 
 
 def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import part_of
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -97,16 +99,23 @@ def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests
 
 
 def test_parts_of_a_file_have_each_of_its_tests_once(gpu_tests):
+    tests = list(range(10))
+    parts = [f"{index}/3" for index in range(3)]
+    assert sorted(test for part in parts for test in part_of(tests, part)) == tests
+    assert [f"QUIRE_TEST_PART={part}" for part in parts] == [
+        gpu_tests.pytest_command(f"test_a.py {index}of3")[1] for index in range(3)
+    ]
+
+
+@pytest.mark.slow
+def test_process_collects_its_part_of_a_file(gpu_tests):
     def collected(name):
         command = [*gpu_tests.pytest_command(name), "--collect-only", "-q"]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
         return [line for line in found if "::" in line]
 
     file = "test_triton_float8.py"
-    parts = [set(collected(f"{file} {index}of3")) for index in range(3)]
-    whole = collected(file)
-    assert set().union(*parts) == set(whole)
-    assert sum(map(len, parts)) == len(whole)
+    assert collected(f"{file} 1of3") == part_of(collected(file), "1/3")
 
 
 def test_no_test_of_a_file_stops_at_the_first_failure(gpu_tests):

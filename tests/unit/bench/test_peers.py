@@ -50,9 +50,9 @@ def test_figures_are_printed_and_engines_that_do_not_run_are_left_out(peers, tmp
 
 def test_engine_that_takes_too_long_is_stopped_and_its_figures_so_far_are_kept(peers):
     script = "import time\nprint('{}', flush=True)\ntime.sleep(60)"
-    lines = peers.stream([sys.executable, "-S", "-c", script], 2.0)
+    lines = peers.stream([sys.executable, "-S", "-c", script], 1.0)
     assert next(lines) == {}
-    with pytest.raises(peers.EngineFailure, match="stopped after 2 s"):
+    with pytest.raises(peers.EngineFailure, match="stopped after 1 s"):
         next(lines)
 
 

@@ -30,4 +30,11 @@ def test_memory_for_experts_is_taken_only_with_adapters():
 @pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
 def test_limits_are_at_least_one(name):
     with pytest.raises(ConfigError, match=f"{name} must be an integer >= 1, got 0"):
-        EngineConfig(model="demo", **{name: 0})
+        EngineConfig(model="demo", enable_lora=True, **{name: 0})
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
+def test_limits_are_refused_without_adapters(name):
+    EngineConfig(model="demo", enable_lora=True, **{name: 3})
+    with pytest.raises(ConfigError, match=f"{name} must be .*, its default, without enable_lora, got 3"):
+        EngineConfig(model="demo", **{name: 3})

@@ -220,7 +220,7 @@ def test_request_is_refused_before_anything_runs_when_its_constraint_is_wrong(ll
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-class HeldProber:
+class HeldCompiler:
     """Lets constraints with "slow" in them wait until it is told; refuses those with "wrong"."""
 
     def __init__(self):
@@ -242,7 +242,7 @@ class HeldProber:
 def held_engine(tiny_model):
     engine = LLMEngine(str(tiny_model), **OPTIONS)
     engine.grammars.close()
-    sandbox = HeldProber()
+    sandbox = HeldCompiler()
     engine.grammars = GrammarCompiler(engine.grammars._read_vocabulary, sandbox)
     yield engine, sandbox
     engine.close()

@@ -325,7 +325,7 @@ def test_prompts_are_computed_here_if_the_peer_is_slower(monkeypatch, cold, deco
 
 @needs_native
 def test_late_pages_are_not_waited_for(monkeypatch, cold):
-    monkeypatch.setattr(remote_prefill, "_UNKNOWN_WAIT_S", 1.0)
+    monkeypatch.setattr(remote_prefill, "_UNKNOWN_WAIT_S", 0.3)
     with prefill_engine() as peer, decode_llm(peer.address) as llm:
         peer.is_paused.set()
         assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])

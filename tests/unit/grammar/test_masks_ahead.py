@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from quire.grammar import llguidance_backend
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.mask_filler import MaskFiller
 from quire.grammar.masks import DraftedTokens, MaskCost, MaskFill
+from quire.worker import grammar_masks
 from tests.unit.grammar.byte_vocabulary import allowed_ids, filled, make_vocabulary
 
 ENDING = 299
@@ -292,6 +294,33 @@ def test_masks_are_filled_at_once_when_they_take_next_to_no_time_and_nobody_else
     filler.start([dear], is_alone=True)
     assert filler.wait_for_all([dear], 60)
     assert dear.cost.mask_s == 5e-4, "what a dear mask makes believe of those to come is forgotten by halves"
+
+
+def test_a_mask_is_not_late_while_the_model_is_expected_to_run(monkeypatch):
+    """The last step took 0.2 s, and its mask comes when a wait of that length begins; after the model no such wait is left."""
+    monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    held = Held()
+
+    class Filler(MaskFiller):
+        def wait_for_all(self, fills, timeout_s):
+            if timeout_s == 0.2:
+                held.may_go_on.set()
+                timeout_s = 60.0
+            return super().wait_for_all(fills, timeout_s)
+
+    sampling = SimpleNamespace(matcher=held, grammar_error=None, grammar_ending_ids=(), token_mask=None)
+    row = SimpleNamespace(start=SimpleNamespace(sequence_id=7), sampling=sampling)
+    owner = grammar_masks.GrammarMasks(Filler())
+    try:
+        owner.note_model_time(0.2)
+        assert owner.start([row], {}, 2).wait(is_running=True) == frozenset()
+        assert sampling.token_mask is not None
+        held.may_go_on.clear()
+        assert owner.start([row], {}, 2).wait() == {7}
+        assert owner.model_s == 0.0
+    finally:
+        held.may_go_on.set()
+        owner.close()
 
 
 def test_nothing_is_filled_for_an_output_that_has_ended(filler):

@@ -168,7 +168,7 @@ def _write_model(kind, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-class InlineProber:
+class InlineCompiler:
     """Compiles in this process: what is tried is harmless, and a process for each tokenizer would take long."""
 
     def __init__(self):
@@ -197,4 +197,4 @@ class InlineProber:
 def compiler_for(tokenizer, sandbox=None):
     """Return a vocabulary and a compiler for it, as a context that closes that."""
     vocabulary = read_vocabulary(tokenizer, tokenizer.vocab_size)
-    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, sandbox or InlineProber()))
+    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, sandbox or InlineCompiler()))

@@ -95,7 +95,7 @@ def running_hub(files, token=None):
     """Yield a Hub and its address."""
     hub = Hub(files, token)
     server = _Server(("127.0.0.1", 0), _handler(hub))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub, f"http://127.0.0.1:{server.server_port}"

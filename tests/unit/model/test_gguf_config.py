@@ -155,7 +155,7 @@ def test_only_one_of_short_and_long_divisors_is_refused(write):
     [
         ({"general.architecture": None}, ModelFormatError, "no general.architecture"),
         ({"general.architecture": ("u32", 1)}, ModelFormatError, "general.architecture must be a string"),
-        ({"general.architecture": ("string", "rwkv7")}, UnsupportedError, "is not supported; supported: apertus, arcee, "),
+        ({"general.architecture": ("string", "rwkv7")}, UnsupportedError, "is not supported; supported: afmoe, apertus, "),
         ({"general.type": ("string", "adapter")}, UnsupportedError, "general.type 'adapter'"),
         ({"llama.block_count": None}, ModelFormatError, "block_count must be an integer >= 1, got nothing"),
         ({"llama.block_count": ("u32", 0)}, ModelFormatError, "block_count must be"),

@@ -32,10 +32,11 @@ one of these values of `model_type`; every other one is refused with the nearest
 - **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
 - **GPU**: "yes" means it runs with `device="cuda"`.
 - **GGUF**: values of `general.architecture` that it is loaded from, read as llama.cpp's converter writes them; "-": from
-  safetensors only, as that converter does not know the type (Bamba's files, with a rope, are refused). Weights of every model
-  may be [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
+  safetensors only, as that converter does not know the type (files of Bamba, which have a rope, of MPT, Sarvam 30B and of
+  Granite mixtures with windows are refused). Weights of every model may be
+  [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
 - **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
-  recurrent state verify chains only.
+  recurrent state, compressed keys or an indexer of blocks verify chains only.
 - **Tested**: small random models of different configurations, whose logits and greedy tokens tests compare with transformers:
   64 tokens in one configuration of each type at least, batched, alone, in chunks, cached, preempted, and with drafts.
 - **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a
@@ -50,6 +51,7 @@ _NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
@@ -118,6 +120,12 @@ def _row(model_type):
 
 def models_page():
     return _HEAD + "".join(_row(model_type) for model_type in sorted(FAMILIES))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "ExaoneForCausalLM"])
+def test_a_class_without_a_model_type_is_of_the_type_that_is_named_after_it(name):
+    model_type, _ = find_family({"architectures": [name]})
+    assert FAMILIES.get(model_type).architectures[0] == name
 
 
 def test_models_page_is_what_the_code_says():

@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.kernels.native import load_native
 from quire.parallel import rendezvous as module
 from quire.parallel.communicator import LocalCommunicator
+from quire.parallel.joined_workers import join_group, refuse_group
 from quire.parallel.rendezvous import DEFAULT_PORT, Rendezvous, check_fingerprints, connect_store, read_environment
 from tests.ports import free_port
 from tests.ranks import SharedGroup, run_threads
@@ -91,6 +92,17 @@ def test_leader_that_never_comes_is_told_with_its_address():
     with pytest.raises(WorkerError, match=f"rank 1 has not reached rank 0 at 127.0.0.1:{port} .torchrun. in") as caught:
         connect_store(of(1, port), 0.3)
     assert caught.value.rank == 1
+
+
+def test_ranks_that_wait_for_a_leader_that_cannot_begin_end_with_its_reason():
+    port = free_port()
+    ranks = [Rendezvous(rank, 3, rank, "127.0.0.1", port) for rank in range(3)]
+
+    def join(rank):
+        with pytest.raises(WorkerError, match=f"rank 0 at 127.0.0.1:{port} cannot begin: no such option"):
+            join_group(ranks[rank], main=None, timeout_s=60)
+
+    run_threads(3, lambda rank: join(rank) if rank else refuse_group(ranks[0], "no such option"))
 
 
 def test_port_that_is_taken_is_told():

@@ -62,3 +62,19 @@ def test_weight_is_exact(kind):
 def test_weight_is_refused_when_its_parts_do_not_fit(kind, changes, message):
     with pytest.raises(ModelFormatError, match=message):
         _weight(kind, {**_parts(kind)[0], **changes}).load()
+
+
+def test_pairs_of_deepseek_v4_are_exact_beside_float8_and_other_tensors_named_scale():
+    parts, expected = _parts("mxfp4")
+    scale = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    tensors = {"e.weight": parts["weight_packed"].view(torch.int8), "e.scale": scale}
+    codes = (torch.arange(64).view(8, 8) - 32.0).to(torch.float8_e4m3fn)
+    tensors |= {"m.weight": codes, "m.scale": torch.full((2, 2), 0.5).to(torch.float8_e8m0fnu), "norm.scale": torch.ones(3)}
+    config = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [4, 4], "expert_dtype": "fp4"}
+    found = gather_weights(tensors, read_quantization(config, "config.json"))
+    assert torch.equal(found["e.weight"].load().dequantize(), expected)
+    assert torch.equal(found["m.weight"].load(), codes.float() / 2)
+    assert torch.equal(found["norm.scale"], torch.ones(3))
+    tensors["e.scale"] = scale[:, :1]
+    with pytest.raises(ModelFormatError, match=r"e\.scale has \[6, 1\]"):
+        gather_weights(tensors, read_quantization(config, "config.json"))

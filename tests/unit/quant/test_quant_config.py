@@ -114,7 +114,7 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         ({**AWQ, "bits": 8}, "bits 8 .*supported: 4"),
         ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({**FP8, "activation_scheme": "token"}, "activation_scheme 'token'"),
-        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        ({**FP8, "expert_dtype": "int4"}, "expert_dtype 'int4'"),
         ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
         ({**BNB, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type 'af4'"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),

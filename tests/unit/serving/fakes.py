@@ -194,7 +194,7 @@ class FakeStream:
         if not self.is_entered or self.is_left:
             raise RuntimeError("a GenerationStream is used inside `async with`")
         if self._deltas is None:
-            self._deltas = self._play()
+            self._deltas = self.play()
         while True:
             delta = await anext(self._deltas)
             if self._take is None or delta.finished or delta.error is not None or not self._take(delta):
@@ -203,7 +203,7 @@ class FakeStream:
     def attach_sink(self, take: Sink) -> None:
         self._take = take
 
-    async def _play(self) -> AsyncIterator[RequestDelta]:
+    async def play(self) -> AsyncIterator[RequestDelta]:
         steps = list(self.steps)
         for position, step in enumerate(steps):
             if self.blocks_after is not None and position >= self.blocks_after:

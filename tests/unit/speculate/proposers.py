@@ -6,6 +6,7 @@ from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
 from quire.speculate.acceptance import TreeRecord
 from quire.speculate.draft import ROOT, Draft
+from quire.speculate.draft_controller import DraftController
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 
@@ -129,3 +130,13 @@ def install(llm: LLM, proposer, count: int) -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, adaptive=False)
     runner = llm.llm_engine.runner
     runner.use_speculator(Speculator(config, proposer, runner.executor.vocab_size))
+
+
+class PausedController(DraftController):
+    """A controller that has disabled drafts for `disabled_left` steps, whatever it has measured."""
+
+    disabled_left = 0
+
+    def skip_steps(self, num_steps):
+        super().skip_steps(num_steps)
+        self.disabled_left = max(0, self.disabled_left - num_steps)

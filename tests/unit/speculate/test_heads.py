@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from head_oracle import MAKERS, PROMPTS, Oracle, decoders, one_sequence, run_of, spy, start
-from proposers import path_to
+from proposers import PausedController, path_to
 
 from quire import LLM, SamplingParams
 from quire.base.errors import UnsupportedError
@@ -26,7 +26,6 @@ from quire.model.stored_tensors import open_tensors
 from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES
 from quire.speculate.acceptance import AcceptanceRecord
-from quire.speculate.draft_controller import DraftController
 from quire.speculate.medusa import likeliest_tree
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
@@ -244,11 +243,10 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     folder = heads.eagle3(tmp_path / "head")
     llm = start(tiny_model, "eagle3", folder)
     speculator = llm.llm_engine.speculator
-    controller = DraftController(3, AcceptanceRecord)
-    speculator.controller = controller
-    controller._budget.disabled_left = 1000
+    controller = speculator.controller = PausedController(3, AcceptanceRecord)
+    controller.disabled_left = 1000
     assert speculator.inputs == ()
-    controller._budget.disabled_left = 10
+    controller.disabled_left = 10
     assert speculator.inputs == ("layers",)
     llm.close()
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from proposers import Fake
+from proposers import Fake, PausedController
 
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate import speculator as speculator_module
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.draft_controller import DraftController
 from quire.speculate.forced import fit_draft
 from quire.speculate.speculator import Speculator, share_drafts
 
@@ -179,8 +178,8 @@ def test_the_controller_is_told_of_steps_with_prompt_tokens_when_they_tell_it_no
 
 
 def test_a_sleep_ends_when_every_step_has_prompt_tokens():
-    speculator, controller = start(Sampling(is_constrained=False), DraftController(3))
-    controller._budget.disabled_left = 50
+    speculator, controller = start(Sampling(is_constrained=False), PausedController(3))
+    controller.disabled_left = 50
     for step_id in range(1, 60):
         step = plan(step_id, num_prompt_tokens=64)
         speculator.begin(step)
@@ -226,10 +225,9 @@ def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
 
 def asleep(num_steps):
     """Return a speculator that sleeps for long, and its controller."""
-    speculator, controller = start(Sampling(is_constrained=False), DraftController(3))
+    speculator, controller = start(Sampling(is_constrained=False), PausedController(3))
     speculator.end(plan(0), {SequenceId(0): ()})
-    controller._turn_to(1)
-    controller._budget.disabled_left, controller._is_active = num_steps, False
+    controller.disabled_left = num_steps
     return speculator, controller
 
 

@@ -94,7 +94,7 @@ def wanted_folder(wanted):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_model, tmp_path, clock, kind):
+def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_model, tmp_path, clock, monkeypatch, kind):
     whole = options(tiny_model, tmp_path, kind, out=tmp_path / "whole")
     made = loop.train_draft(replace(whole), show_progress=False)
     assert made.num_steps == 12
@@ -109,13 +109,11 @@ def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_mod
             raise KeyboardInterrupt
         return original(sequences, step, wanted)
 
-    loop_save, loop._SAVE_S = loop._SAVE_S, 0.5
-    try:
-        loop._batch = batch
+    with monkeypatch.context() as during:
+        during.setattr(loop, "_SAVE_S", 0.5)
+        during.setattr(loop, "_batch", batch)
         with pytest.raises(KeyboardInterrupt):
             loop.train_draft(broken, show_progress=False)
-    finally:
-        loop._batch, loop._SAVE_S = original, loop_save
     again = loop.train_draft(broken, show_progress=False)
     assert again.num_steps == 12
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "broken" / "model.safetensors").read_bytes()

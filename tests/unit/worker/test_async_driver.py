@@ -213,7 +213,7 @@ def test_a_step_that_cannot_be_sampled_fails_and_not_the_one_launched_behind_it(
 
 
 def test_a_step_whose_masks_cannot_be_filled_fails_when_it_is_collected(drivers):
-    def fail():
+    def fail(is_running):
         raise ValueError("a grammar has no state")
 
     driver = AsyncStepDriver(drivers[1].executor, row_processor=FailingProcessor())

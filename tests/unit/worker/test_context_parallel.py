@@ -17,6 +17,7 @@ from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
 from tests.thread_workers import ThreadWorkers
+from tests.unit.model.test_indexed_attention import spec_of as indexed_spec
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -300,6 +301,19 @@ def test_what_context_parallel_ranks_on_gpus_do_not_run_is_refused(options, mess
     check_context_parallel(EngineConfig(model="demo", **LAYOUTS["tokens-2"]), spec, "cuda:0")
     with pytest.raises(ConfigError, match=message):
         check_context_parallel(EngineConfig(model="demo", **options), spec, "cuda:0")
+
+
+@pytest.mark.parametrize("layout", ["tokens-2", "rows-2", "homes-2"])
+def test_what_attention_over_the_tokens_of_other_ranks_does_not_have_is_refused(layout):
+    config = EngineConfig(model="demo", **LAYOUTS[layout])
+    check = check_dp_attention if layout == "homes-2" else check_context_parallel
+    with pytest.raises(ConfigError, match=r"is \w+, but the indexer of a 'deepseek_v32' model chooses among the keys of all"):
+        check(config, indexed_spec("float32"), "cpu")
+    if layout != "rows-2":
+        spec = inspect_model(config).spec
+        gated = replace(spec.layers[0], attention=replace(spec.layers[0].attention, has_output_gate=True))
+        with pytest.raises(ConfigError, match="the attention of a '.*' model has an output gate"):
+            check(config, replace(spec, layers=(gated,)), "cpu")
 
 
 def test_a_norm_over_all_heads_is_refused_where_ranks_of_a_home_divide_them():

@@ -59,7 +59,7 @@ class _Group:
         self.movers, self.pacers = [], [StepPacer(PIECE_BYTES, idle_s) for _ in range(num_ranks)]
         for rank, decoder in enumerate(self.ranks.decoders):
             loader = ExpertLoader(load_native(), self.spec, load, quantize, decoder.dense_stacks, self.pacers[rank])
-            communicator = ShmCommunicator(self.ranks._memory, self.ranks.barriers[rank])
+            communicator = ShmCommunicator(self.ranks.memory, self.ranks.barriers[rank])
             wrapped = self._failing if rank == fails_on else self._gated(loader)
             self.movers.append(ExpertMover(decoder, wrapped, communicator, placements, self.pacers[rank]))
 

@@ -9,8 +9,9 @@ from quire.worker.step_executor import StateChange, StepTokens
 NUM_CHECKPOINTS = 2
 
 
-def table_of(max_num_drafts=0, num_batch_slots=2):
-    return StateTable(num_batch_slots, num_state_rows(num_batch_slots, NUM_CHECKPOINTS, max_num_drafts), NUM_CHECKPOINTS)
+def table_of(max_num_drafts=0, num_batch_slots=2, **options):
+    num_rows = num_state_rows(num_batch_slots, NUM_CHECKPOINTS, max_num_drafts)
+    return StateTable(num_batch_slots, num_rows, NUM_CHECKPOINTS, **options)
 
 
 def step(table, first, end, num_drafts=0, starts=(), saves=None, batch_slot=1):
@@ -58,6 +59,13 @@ def test_state_of_a_checkpoint_is_copied_where_it_may_be_needed_again():
     assert sorted(kept) == [32, 33]  # the checkpoint may have another content in the next step
     again, _ = step(table, 32, 33)
     assert again == kept[32]
+
+
+def test_copies_of_a_step_that_failed_are_not_made_in_the_next_one():
+    table = table_of(copies_starts=True)
+    step(table, 32, 33, starts=[(1, 32, 1)])  # fails before its copies are taken
+    step(table, 32, 33, starts=[(0, 32, 0)], batch_slot=0)
+    assert table.take_copies() == [(4, 0)]
 
 
 def test_checkpoints_are_written_next_to_own_rows():

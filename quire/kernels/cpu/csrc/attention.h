@@ -92,6 +92,25 @@ struct ContextJob {
     void* argument = nullptr;
 };
 
+// The cache of a layer whose queries attend to the keys that an indexer chooses (IndexerSpec): a row for each token, both key and value
+// [num_blocks][block_size][row_size], and the indexer's keys, which lie as those of a KvLayer with one head. format: of both, bf16 or
+// f32. The sizes are even.
+struct IndexedKv {
+    KvFormat format = KvFormat::bf16;
+    i32 block_size = 16, row_size = 2, key_size = 2;
+    void *rows = nullptr, *keys = nullptr;
+};
+constexpr i32 MAX_INDEX_SIZE = 512;  // of the indexer's keys
+
+// What the indexer asks of a token's keys, in the blocks of its sequence: the score of a key is the sum over heads of
+// weight * max(0, scale * q.k).
+struct IndexQuery {
+    i32 num_heads = 0;
+    float scale = 1.0f;
+    const float *heads = nullptr, *weights = nullptr;  // [num_heads][key_size], [num_heads]
+    const i32* blocks = nullptr;
+};
+
 struct AttentionTable {
     i64 (*scratch_bytes)(const AttentionJob& job, const Batch& batch, int num_threads);
     // Called by every thread; ends with a barrier: then out is complete.
@@ -106,6 +125,15 @@ struct AttentionTable {
     void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);
     // Copy keys and values of one token, all heads, to another slot.
     void (*move)(const KvLayer& kv, i64 from, i64 to);
+    // The same of an indexed cache: a row and a key of one token.
+    void (*store_indexed)(const IndexedKv& kv, i64 slot, const float* row, const float* key);
+    void (*move_indexed)(const IndexedKv& kv, i64 from, i64 to);
+    // Write the scores of the tokens [first, last), first a multiple of RUN; scores has room for whole runs. A score does not depend on
+    // first and last.
+    void (*score_keys)(const IndexedKv& kv, const IndexQuery& query, i32 first, i32 last, float* scores);
+    // Write the rows of `count` tokens, at most RUN, as run `run` of a cache of one head: `tokens` of the blocks of a sequence, or those
+    // from `first` on where that is null.
+    void (*gather)(const IndexedKv& kv, const i32* blocks, const i32* tokens, i32 first, i32 count, const KvLayer& to, i64 run);
 };
 
 }  // namespace quire

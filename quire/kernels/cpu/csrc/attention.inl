@@ -298,9 +298,10 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
 }  // namespace quire::QUIRE_ISA
 
 #include "attention_context.inl"
+#include "attention_index.inl"
 
 namespace quire::QUIRE_ISA {
 
-extern const AttentionTable attention_table = {scratch_bytes, attend, context_bytes, attend_context, store_token, move_token};
+extern const AttentionTable attention_table = {scratch_bytes, attend, context_bytes, attend_context, store_token, move_token, store_indexed, move_indexed, score_keys, gather_run};
 
 }  // namespace quire::QUIRE_ISA

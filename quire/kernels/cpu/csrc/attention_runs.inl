@@ -216,16 +216,24 @@ static void copy_seen(const u8* from, i64 stride, Span seen, u8* to) {
 }
 
 // Store one head of one token. `keys` and `values` are the starts of its run, `token` its place in there.
-static void store_bf16_head(i32 dim, int token, u16* keys, u16* values, const float* k, const float* v) {
-    alignas(64) u16 rounded[32];
+static void store_bf16_key(i32 dim, int token, u16* keys, const float* k) {
+    alignas(64) u16 rounded[16];
     for (i32 d = 0; d < dim; d += 16) {
         const int count = smaller(16, dim - d);
         store_bf16(rounded, load(k + d, first_lanes(count)));
-        store_bf16(rounded + 16, load(v + d, first_lanes(count)));
         u16* key = keys + d / 2 * RUN * 2 + token * 2;
-        u16* value = values + (token / 2 * dim + d) * 2 + token % 2;
         for (int i = 0; i < count; i += 2) __builtin_memcpy(key + i / 2 * RUN * 2, rounded + i, 4);
-        for (int i = 0; i < count; ++i) value[i * 2] = rounded[16 + i];
+    }
+}
+
+static void store_bf16_head(i32 dim, int token, u16* keys, u16* values, const float* k, const float* v) {
+    store_bf16_key(dim, token, keys, k);
+    alignas(64) u16 rounded[16];
+    for (i32 d = 0; d < dim; d += 16) {
+        const int count = smaller(16, dim - d);
+        store_bf16(rounded, load(v + d, first_lanes(count)));
+        u16* value = values + (token / 2 * dim + d) * 2 + token % 2;
+        for (int i = 0; i < count; ++i) value[i * 2] = rounded[i];
     }
 }
 

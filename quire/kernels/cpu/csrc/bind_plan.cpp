@@ -98,11 +98,11 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(is_parallel); QUIRE_FIELD(clip); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max);
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
-    QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
+    QUIRE_FIELD(latent_in); QUIRE_FIELD(latent_out); QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
     QUIRE_FIELD(expert_scale); QUIRE_FIELD(branch); QUIRE_FIELD(streams); QUIRE_FIELD(is_sparse); QUIRE_FIELD(sparse_quantile);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
-    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output); QUIRE_FIELD(first_o_output);
+    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output); QUIRE_FIELD(first_o_output); QUIRE_FIELD(first_expert_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
     QUIRE_FIELD(first_context_head); QUIRE_FIELD(num_context_heads); QUIRE_FIELD(first_context_kv_head); QUIRE_FIELD(num_context_kv_heads); QUIRE_FIELD(writes_kv_heads);
 #undef QUIRE_FIELD
@@ -121,6 +121,26 @@ void bind_layer(nb::module_& m) {
         .def("add_latent_head", [](PlanLayer& l, std::shared_ptr<NativeWeight> key_up, std::shared_ptr<NativeWeight> value_up) {
             l.latent.heads.push_back({std::move(key_up), std::move(value_up)});
         })
+        .def("set_indexer", [](PlanLayer& l, i32 num_heads, i32 head_dim, i32 top_k, bool is_interleaved, std::shared_ptr<NativeWeight> q, std::shared_ptr<NativeWeight> k,
+                               std::shared_ptr<NativeWeight> weights) {
+            KeyIndexer& indexer = l.latent.indexer;
+            indexer.num_heads = num_heads;
+            indexer.head_dim = head_dim;
+            indexer.top_k = top_k;
+            indexer.is_interleaved = is_interleaved;
+            indexer.q = std::move(q);
+            indexer.k = std::move(k);
+            indexer.weights = std::move(weights);
+        }, "num_heads"_a, "head_dim"_a, "top_k"_a, "is_interleaved"_a, "q"_a, "k"_a, "weights"_a, "Let queries attend to the keys that an indexer chooses; see KeyIndexer in plan.h.")
+        .def("set_block", [](PlanLayer& l, std::shared_ptr<NativeWeight> out) { l.block.out = std::move(out); }, "out"_a,
+             "Let attention and the feed-forward block be a block before the mixer; see SharedBlock in plan.h.")
+        .def("set_block_adapter", [](PlanLayer& l, const std::string& name, std::shared_ptr<NativeWeight> in, std::shared_ptr<NativeWeight> out) {
+            SharedBlock& block = l.block;
+            BlockAdapter& adapter = name == "q" ? block.q : name == "k" ? block.k : name == "v" ? block.v : name == "gate" ? block.gate : block.up;
+            adapter.in = std::move(in);
+            adapter.out = std::move(out);
+        }, "name"_a, "in"_a, "out"_a, "Set the adapter of q, k, v, gate or up of a block.")
+        .def_prop_ro("index_k_norm", [](PlanLayer& l) -> Norm& { return l.latent.indexer.k_norm; }, nb::rv_policy::reference_internal)
         .def_prop_ro("latent_q_norm", [](PlanLayer& l) -> Norm& { return l.latent.q_norm; }, nb::rv_policy::reference_internal)
         .def_prop_ro("latent_kv_norm", [](PlanLayer& l) -> Norm& { return l.latent.kv_norm; }, nb::rv_policy::reference_internal)
         .def("set_cache", [](PlanLayer& l, i32 format, i32 block_size, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales,
@@ -199,6 +219,13 @@ void bind_setup(PlanClass& plan) {
             for (const auto& [index, gate, up, down] : added) experts.emplace_back(index, Expert{gate, up, down});
             p.place_experts(layer, experts, std::move(copies), std::move(own_copies));
         }, "layer"_a, "added"_a, "copies"_a, "own_copies"_a, "Give the rank another placement of a layer's experts, between two steps: (expert, gate, up, down) that it gets.")
+        .def("copy_expert_tokens", [](Plan& p, uintptr_t to, i64 count) {
+            i64* next = reinterpret_cast<i64*>(to);
+            const std::vector<std::vector<i64>> all = p.expert_tokens();
+            for (const auto& counts : all) count -= static_cast<i64>(counts.size());
+            if (count != 0) throw std::invalid_argument("the memory of counts has not as many as there are experts");
+            for (const auto& counts : all) next = std::copy(counts.begin(), counts.end(), next);
+        }, "to"_a, "count"_a, "Write the tokens that the experts have got so far, one layer after the other, i64, to an address.")
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
         .def("copy_queries", [](Plan& p, std::vector<i32> rows, uintptr_t out) {

@@ -153,7 +153,7 @@ void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
     lora_.num_experts = max_experts_;
     lora_.num_heads = max_latent_heads_;
     const bool has_mixers = std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer->mixer != nullptr; });
-    lora_.num_outputs = has_mixers ? MAX_LORA_OUTPUTS : 4;
+    lora_.num_outputs = has_mixers || choice_.top_k > 0 || expert_latent_size_ > 0 ? MAX_LORA_OUTPUTS : 4;
     lora_.adapters[number] = std::move(adapter);
 }
 

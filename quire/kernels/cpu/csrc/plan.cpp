@@ -103,7 +103,7 @@ void Plan::copy_queries(std::vector<i32> rows, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (is_sharded() || is_stage_) throw std::invalid_argument("a rank or a pipeline stage has a part of the queries only");
     for (const auto& layer : layers_)
-        if (layer->latent.rank > 0 || !layer->has_attention()) throw std::invalid_argument("the queries of latent attention cannot be copied");
+        if (layer->latent.rank > 0 || !layer->has_attention()) throw std::invalid_argument("queries are copied where all layers have attention, and none latent attention");
     query_rows_ = std::move(rows);
     queries_out_ = out;
 }
@@ -219,7 +219,8 @@ void Plan::finish_attention(PlanLayer& l) {
     }
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
     if (l.attn_gate) {
-        if (has_homes() || l.latent.rank > 0) throw std::invalid_argument("latent attention, and that of homes, has no gate");
+        if (has_homes() || has_context() || l.latent.rank > 0)
+            throw std::invalid_argument("latent attention, that of homes and that of ranks that share the tokens of sequences have no gate");
         l.attn_gate_form = l.attn_site.add(l.attn_gate->weight);
         gate_size_ = std::max(gate_size_, l.attn_gate->weight.n);
     }
@@ -227,17 +228,19 @@ void Plan::finish_attention(PlanLayer& l) {
     measure(l.o_site, 1);
     qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
     attention_size_ = std::max(attention_size_, l.total_heads * l.head_dim);
+    if (l.latent.rank > 0) return finish_latent(l);
+    l.q_form = l.attn_site.add(l.q->weight);
+    if (l.v) l.v_form = l.attn_site.add(l.v->weight);
+    measure(l.attn_site, 1);
+}
+
+void Plan::finish_latent(PlanLayer& l) {
     Latent& latent = l.latent;
-    if (latent.rank == 0) {
-        l.q_form = l.attn_site.add(l.q->weight);
-        if (l.v) l.v_form = l.attn_site.add(l.v->weight);
-        measure(l.attn_site, 1);
-        return;
-    }
     if (static_cast<i32>(latent.heads.size()) != l.num_heads || l.head_dim != latent.rank + latent.rope || l.num_kv_heads != 1)
         throw std::invalid_argument("multi-head latent attention has a weight for each head, and one head of rank + rope values in the cache");
     if (latent.q_a) l.q_a_form = l.attn_site.add(latent.q_a->weight);
     l.q_form = (latent.q_a ? l.q_site : l.attn_site).add(l.q->weight);
+    if (l.has_indexer()) finish_indexer(l);
     for (const LatentHead& head : latent.heads) {
         l.key_up_site.add(head.key_up->weight);
         l.value_up_site.add(head.value_up->weight);
@@ -252,6 +255,24 @@ void Plan::finish_attention(PlanLayer& l) {
     question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
     answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
     if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
+}
+
+void Plan::finish_indexer(PlanLayer& l) {
+    KeyIndexer& indexer = l.latent.indexer;
+    if (divides_rows() || has_context() || has_homes()) throw std::invalid_argument("ranks that divide the tokens of sequences have no indexer of keys");
+    if (!indexer.q || !indexer.k || !indexer.weights || !indexer.k_norm.is_present || indexer.head_dim > MAX_INDEX_SIZE || indexer.head_dim % 2 != 0)
+        throw std::invalid_argument("an indexer has heads of at most " + std::to_string(MAX_INDEX_SIZE) + " values, an even number, a norm of keys, and weights of heads");
+    const bool is_first = &l == layers_[0].get();
+    if (is_first == (choice_.top_k > 0) || (!is_first && (choice_.top_k != indexer.top_k || choice_.row_size != l.head_dim)))
+        throw std::invalid_argument("all layers of a model, or none, choose equally many keys of one size");
+    choice_.top_k = indexer.top_k;
+    choice_.row_size = l.head_dim;
+    indexer.q_form = (l.latent.q_a ? l.q_site : l.attn_site).add(indexer.q->weight);
+    indexer.k_form = l.attn_site.add(indexer.k->weight);
+    indexer.weights_form = l.attn_site.add(indexer.weights->weight);
+    index_heads_size_ = std::max(index_heads_size_, indexer.num_heads * indexer.head_dim);
+    index_size_ = std::max(index_size_, indexer.head_dim);
+    index_num_heads_ = std::max(index_num_heads_, indexer.num_heads);
 }
 
 void Plan::finish_mixture(PlanLayer& l) {
@@ -277,6 +298,15 @@ void Plan::finish_mixture(PlanLayer& l) {
     max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
     max_top_k_ = std::max(max_top_k_, l.top_k);
     inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.total_inner)) * l.top_k);
+    pair_size_ = std::max(pair_size_, hidden_);
+    if (l.latent_in) {
+        if (!l.latent_out || l.has_branch() || l.latent_out->weight.k != l.latent_in->weight.n) throw std::invalid_argument("experts in a latent space are no branch, and are projected back from it");
+        l.latent_in_form = l.mlp_site.add(l.latent_in->weight);
+        l.latent_site.add(l.latent_out->weight);
+        measure(l.latent_site, 1);
+        expert_latent_size_ = std::max(expert_latent_size_, l.latent_in->weight.n);
+        pair_size_ = std::max(pair_size_, expert_latent_size_);
+    }
     if (!l.shared_up) return;
     if (l.total_shared_inner == 0) l.total_shared_inner = l.shared_up->weight.n;
     if (l.shared_gate) l.shared_gate_form = l.mlp_site.add(l.shared_gate->weight);
@@ -304,11 +334,31 @@ void Plan::finish_streams(PlanLayer& l) {
     laurel_rank_ = std::max(laurel_rank_, s.laurel_left->weight.n);
 }
 
+void Plan::finish_block(PlanLayer& l) {
+    SharedBlock& block = l.block;
+    if (is_stage_ || !l.is_mixed() || l.latent.rank > 0 || l.attn_gate || !l.k || !l.gate || l.router || l.is_sparse || l.gate_scale != 1.0f || !l.attn_in.is_present ||
+        !l.mlp_in.is_present || !l.mixer_in.is_present)
+        throw std::invalid_argument("a block before a mixer has plain attention and a gated feed-forward block, and runs on one pipeline stage");
+    for (BlockAdapter* adapter : {&block.q, &block.k, &block.v, &block.gate, &block.up}) {
+        const bool is_head = adapter != &block.gate && adapter != &block.up;
+        if (!adapter->in && is_head && !block.q.in) continue;
+        if (!adapter->in || !adapter->out) throw std::invalid_argument("a block before a mixer has adapters of gate and up, and of all of q, k and v or of none");
+        adapter->in_form = (is_head ? l.attn_site : l.mlp_site).add(adapter->in->weight);
+        adapter->out_site.add(adapter->out->weight);
+        measure(adapter->out_site, 1);
+        block_rank_ = std::max(block_rank_, adapter->in->weight.n);
+    }
+    block.out_site.add(block.out->weight);
+    for (const Site* site : {&block.out_site, &l.attn_site, &l.mlp_site}) measure(*site, 1);
+    has_blocks_ = true;
+    beside_size_ = 2 * hidden_;
+}
+
 void Plan::finish_layer(PlanLayer& l) {
     if (l.is_sparse && (is_sharded() || !l.gate)) throw std::invalid_argument("a gate that is cut by its mean is whole");
     if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
     if (!l.has_attention() && l.mixer == nullptr && !l.has_mlp()) throw std::invalid_argument("a layer without any block");
-    if (l.total_inner == 0 && l.has_mlp()) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    if (l.total_inner == 0 && (l.has_mlp() || l.has_block())) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
     if (l.mixer) finish_mixer(l);
     if (l.has_attention()) finish_attention(l);
     if (l.router) {
@@ -320,6 +370,7 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, 1);
         inner_size_ = std::max(inner_size_, l.total_inner);
     }
+    if (l.has_block()) finish_block(l);
     if (l.per_layer_gate) {
         l.per_layer_site.add(l.per_layer_gate->weight);
         l.per_layer_up_site.add(l.per_layer_up->weight);
@@ -328,7 +379,7 @@ void Plan::finish_layer(PlanLayer& l) {
     }
     measure(l.mlp_site, 1);
     finish_streams(l);
-    own_row_size_ = std::max(std::max(own_row_size_, hidden_), std::max(whole_qk_size_, latent_size_));
+    own_row_size_ = std::max(std::max({own_row_size_, hidden_, pair_size_}), std::max(whole_qk_size_, latent_size_));
 }
 
 void Plan::finish() {
@@ -399,6 +450,12 @@ void Plan::reserve_attention(const Batch& batch) {
     }
 }
 
+void Plan::reserve_choice(const Batch& batch) {
+    choice_.take(batch);
+    choice_.reserve(layers_[0]->kv.format);
+    for (i32 first = 0; first < choice_.num_pieces(); first += GATHERED_PIECES) reserve_attention(choice_.batch(first, std::min(GATHERED_PIECES, choice_.num_pieces() - first)));
+}
+
 // Assign addresses to arrays that lie behind each other. `arrays` calls the function that it is given with a pointer and a number of values
 // for each; twice, first to add up the sizes, for which `reserve` then returns the memory.
 template <typename Arrays, typename Reserve>
@@ -433,7 +490,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         } else {
             take(inner_, rows * row_stride(inner_size_));
             take(extra_, rows * row_stride(hidden_));
-            take(pair_out_, pairs * row_stride(hidden_));
+            take(pair_out_, pairs * row_stride(pair_size_));
             take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
             take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
         }
@@ -456,6 +513,13 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(latent_, latent_size_ == 0 ? 0 : rows * row_stride(latent_size_));
         take(question_, question_size_ == 0 ? 0 : rows * row_stride(question_size_));
         take(question_a_, question_rank_ == 0 ? 0 : rows * row_stride(question_rank_));
+        take(block_embeddings_, has_blocks_ ? rows * row_stride(hidden_) : 0);
+        take(block_low_, has_blocks_ ? 3 * rows * row_stride(block_rank_) : 0);
+        take(block_up_, has_blocks_ ? rows * row_stride(inner_size_) : 0);
+        take(expert_latents_, expert_latent_size_ == 0 ? 0 : rows * row_stride(expert_latent_size_));
+        take(index_heads_, index_heads_size_ == 0 ? 0 : rows * row_stride(index_heads_size_));
+        take(index_keys_, index_size_ == 0 ? 0 : rows * row_stride(index_size_));
+        take(index_weights_, index_num_heads_ == 0 ? 0 : rows * row_stride(index_num_heads_));
         take(normed_, rows * row_stride(hidden_));
         take(row_, num_threads * row_stride(own_row_size_));
         take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
@@ -506,7 +570,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         }
         take(inner_, rows * row_stride(inner_size_));
         take(extra_, rows * row_stride(hidden_));
-        take(pair_out_, pairs * row_stride(hidden_));
+        take(pair_out_, pairs * row_stride(pair_size_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
         take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
         take(home_rows_, home_row_size_ == 0 ? 0 : rows * row_stride(home_row_size_));
@@ -623,6 +687,6 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     l.own_copies = std::move(own_copies);
 }
 
-i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes() + row_group_.rows.num_bytes(); }
+i64 Plan::scratch_bytes() const { return choice_.num_bytes() + lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes() + row_group_.rows.num_bytes(); }
 
 }  // namespace quire

@@ -6,6 +6,7 @@
 
 #include "lora.h"
 #include "lossy_routing.h"
+#include "key_choice.h"
 #include "divided_rows.h"
 #include "native_weight.h"
 #include "rank_group.h"
@@ -59,12 +60,21 @@ enum class Entry : i32 { token, joined, beside };
 struct LatentHead {
     std::shared_ptr<NativeWeight> key_up, value_up;  // [rank][nope], [value][rank]
 };
+// What chooses the keys that a query attends to, the best top_k of all before it, by keys of its own (IndexerSpec). Every rank has all of it.
+struct KeyIndexer {
+    i32 num_heads = 0, head_dim = 0, top_k = 0;  // top_k 0: there is none
+    bool is_interleaved = false;                 // as in Latent
+    std::shared_ptr<NativeWeight> q, k, weights;  // of what queries are made of, and of the input
+    Norm k_norm;
+    i32 q_form = 0, k_form = 0, weights_form = 0;  // derived
+};
 struct Latent {
     i32 rank = 0, nope = 0, rope = 0, value = 0;  // rank 0: the layer has none
     bool is_interleaved = false;                  // rotated pairs are adjacent: they are split first
     std::shared_ptr<NativeWeight> q_a;            // before q, or null
     Norm q_norm, kv_norm;
     std::vector<LatentHead> heads;
+    KeyIndexer indexer;
 };
 
 // A mixture whose experts are a branch of their own next to the shared expert; see MoeSpec.branch_norm. shared_out present: it is one.
@@ -106,6 +116,7 @@ struct Mixer {
     std::vector<float> norm_weight;                          // of all groups of mamba2, [total_values]
     bool is_gate_first = true;                               // the output of mamba2 is normed after its gate
     float min_step = 0.0f, max_step = 0.0f;
+    float write_scale = 1.0f;                                // multiplies the beta of delta
     // The memory of the states: rows of conv_bytes, and of state_size values.
     u8* conv_states = nullptr;
     float* states = nullptr;
@@ -126,6 +137,19 @@ struct Mixer {
     i32 shared_size() const { return kind == MixerKind::mamba1 || (has_group_norm() && !is_gate_first) ? 2 * total_values : total_values; }
 };
 
+// A block of attention and a feed-forward block before a mixer (SharedBlockSpec). It reads the residual beside the embeddings; `out`
+// projects its result, and the mixer reads the sum of that and the residual. Linear layers may have low-rank adapters of the layer.
+struct BlockAdapter {
+    std::shared_ptr<NativeWeight> in, out;  // null: there is none
+    i32 in_form = 0;                        // derived
+    Site out_site;
+};
+struct SharedBlock {
+    std::shared_ptr<NativeWeight> out;  // null: the layer has no block
+    BlockAdapter q, k, v, gate, up;     // of gate and up always, of the others all or none
+    Site out_site;                      // derived
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
@@ -133,7 +157,11 @@ struct PlanLayer {
     // In the place of attention, or next to it: then it reads the residual under a norm of its own. Null: there is none.
     std::shared_ptr<Mixer> mixer;
     Norm mixer_in;
+    SharedBlock block;
     std::vector<Expert> experts;
+    // What projects the input of the experts to a latent row, and the sum of their results back; the first one every rank has whole. Null: they
+    // read the input.
+    std::shared_ptr<NativeWeight> latent_in, latent_out;
     // The shared expert, which every token gets in addition to the chosen ones, times the sigmoid of shared_scale's output if there
     // is one.
     std::shared_ptr<NativeWeight> shared_gate, shared_up, shared_down, shared_scale;
@@ -171,18 +199,21 @@ struct PlanLayer {
     std::vector<i32> expert_copies, own_copies;
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
     // (0: as many as this one). first_output: of the weights whose results join the residual, o and down;
-    // first_o_output: of o only, where that differs.
-    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, first_o_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
+    // first_o_output: of o only, where that differs; first_expert_output: of the experts' down, likewise.
+    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, first_o_output = 0, first_expert_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
     i32 first_shared_inner = 0, total_shared_inner = 0;
     // With decode context parallelism: the heads of all ranks that share the tokens of sequences, which is what the cache of each of them
     // has (0: only the rank's own), and whether this rank is the one that writes its key and value heads for the others.
     i32 first_context_head = 0, num_context_heads = 0, first_context_kv_head = 0, num_context_kv_heads = 0;
     bool writes_kv_heads = true;
-    KvLayer kv;
+    KvLayer kv;  // with an indexer see indexed_kv
 
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
     bool has_attention() const { return q != nullptr; }
+    bool has_indexer() const { return latent.indexer.top_k > 0; }
+    // The cache with an indexer: `keys` are the rows, and `values` the indexer's keys.
+    IndexedKv indexed_kv() const { return {kv.format, kv.block_size, head_dim, latent.indexer.head_dim, kv.keys, kv.values}; }
     bool is_mixed() const { return q != nullptr && mixer != nullptr; }
     // What multiplies a block's result as it joins the residual.
     float attention_scale() const { return residual_scale * attention_out_scale; }
@@ -191,14 +222,16 @@ struct PlanLayer {
     Site& mixer_site() { return is_mixed() ? beside_site : attn_site; }
     const Site& mixer_site() const { return is_mixed() ? beside_site : attn_site; }
     bool is_mlp_only() const { return q == nullptr && mixer == nullptr; }
-    bool has_mlp() const { return down != nullptr || router != nullptr; }
+    bool has_block() const { return block.out != nullptr; }
+    // After attention or the mixer; that of a block comes before.
+    bool has_mlp() const { return (down != nullptr || router != nullptr) && !has_block(); }
     bool has_streams() const { return streams.router != nullptr; }
     bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, beside_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
+    Site attn_site, beside_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, latent_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
-    i32 attn_gate_form = 0, q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
+    i32 attn_gate_form = 0, q_a_form = 0, latent_in_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
 
 // Tokens that follow a step, each the most likely one after the earlier ones, with the features of the previous row.
@@ -332,14 +365,19 @@ private:
     friend struct StepContext;
     friend struct StepExperts;
     friend struct StepLatent;
+    friend struct StepIndex;
     friend struct StepEntry;
     friend struct StepStreams;
     friend struct StepMixer;
+    friend struct StepBlock;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
     void finish_attention(PlanLayer& layer);
+    void finish_latent(PlanLayer& layer);
+    void finish_indexer(PlanLayer& layer);
     void finish_mixer(PlanLayer& layer);
+    void finish_block(PlanLayer& layer);
     void finish_mixture(PlanLayer& layer);
     void finish_streams(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
@@ -353,6 +391,8 @@ private:
     // ranks of a pipeline stage get.
     void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
+    // Find the pieces of a step for layers with an indexer, and take the memory of their keys.
+    void reserve_choice(const Batch& batch);
     // The memory that ranks share with divided rows.
     void reserve_divided();
     // Write how many tokens the experts have got on this rank, for rank 0; before a barrier.
@@ -442,15 +482,25 @@ private:
     float *shared_out_ = nullptr, *shared_scales_ = nullptr;
     // Of multi-head latent attention: cached rows, queries before the projection to the latent space, and outputs after it.
     float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
+    // With an indexer: its heads, keys and weights of heads; and what is gathered.
+    KeyChoice choice_;
+    i32 index_heads_size_ = 0, index_size_ = 0, index_num_heads_ = 0;
+    float *index_heads_ = nullptr, *index_keys_ = nullptr, *index_weights_ = nullptr;
     // Of mixers: rows of projected inputs, convolved channels, second projections, and results, which ranks share; and the values of the
     // recurrence, one token after the other without gaps.
     bool has_states_ = false;
     i32 mix_in_size_ = 0, mix_conv_size_ = 0, mix_low_size_ = 0, mix_shared_size_ = 0, mix_values_ = 0, mix_keys_ = 0, mix_decays_ = 0, mix_heads_ = 0, gate_size_ = 0;
     float *mix_in_ = nullptr, *mix_conv_ = nullptr, *mix_low_ = nullptr, *mix_normed_ = nullptr, *mix_shared_ = nullptr, *gate_rows_ = nullptr;
     float *mix_q_ = nullptr, *mix_k_ = nullptr, *mix_v_ = nullptr, *mix_out_ = nullptr, *mix_decay_ = nullptr, *mix_beta_ = nullptr;
+    // With shared blocks: the embeddings, the results of adapters' first matrices and of `up`.
+    bool has_blocks_ = false;
+    i32 block_rank_ = 0;
+    float *block_embeddings_ = nullptr, *block_low_ = nullptr, *block_up_ = nullptr;
     std::vector<StateSave> state_saves_;  // of the layer that is computed
     std::vector<ConvSave> conv_saves_;
     bool has_shared_ = false;
+    i32 pair_size_ = 0, expert_latent_size_ = 0;  // of what an expert gives, and of what experts read where it is a projection
+    float* expert_latents_ = nullptr;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
     // Of the mixture that is computed: the experts of this rank, the first place and the number of places of each, and all these places.
     i32 *own_experts_ = nullptr, *own_first_ = nullptr, *own_count_ = nullptr, *own_places_ = nullptr;

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_mixer.h"
+#include "step_block.h"
 
 namespace quire {
 
@@ -18,7 +18,7 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
-struct Stepper : StepMixer {
+struct Stepper : StepBlock {
     // A result in extra_ that has still to join the residual (norm null: none), and the factors on it and on the residual after that.
     struct Waiting {
         const Norm* norm = nullptr;
@@ -52,6 +52,7 @@ struct Stepper : StepMixer {
         if (l.attn_gate) jobs[3] = adapted(gate_job(l, gate), sums[3]);
         run(jobs, has_few ? 2 : l.attn_gate ? 4 : 3);
         if (has_few) ask(l, true);
+        if (l.has_block() && l.block.q.in) adapt_heads(l, sums);
     }
 
     // Make the queries; has_few: of rows that are wanted only.
@@ -202,7 +203,10 @@ struct Stepper : StepMixer {
         }
         Batch own = batch;
         if (l.is_windowed) own.block_tables = in.window_tables;
-        kernels.attention->attend(worker, a, own);
+        if (l.has_indexer())
+            attend_chosen(a, l);
+        else
+            kernels.attention->attend(worker, a, own);
         if (l.attn_gate) {
             each(num_rows, [&](i64 row) {
                 kernels.elementwise->gate(a.out + row * a.out_stride, plan.gate_rows_ + row * row_stride(plan.gate_size_), l.num_heads * l.head_dim);
@@ -311,7 +315,7 @@ struct Stepper : StepMixer {
     void attention_of_homes(const PlanLayer& l, const PlanLayer* before, bool is_last) {
         const Norm* const waiting = before != nullptr ? waiting_last(*before) : nullptr;
         each(num_rows, [&](i64 row) {
-            if (waiting != nullptr) add_result(*waiting, before->residual_scale, row, before->output_scale);
+            if (waiting != nullptr) add_result(*waiting, before->last_scale(), row, before->output_scale);
             keep_input(l.index, row);
         });
         if (before == nullptr || waiting != nullptr) rank_barrier();  // until then other ranks read extra_
@@ -381,7 +385,7 @@ struct Stepper : StepMixer {
     // waiting: what has still to join the residual.
     void feed_forward(const PlanLayer& l, const Waiting& waiting) {
         if (l.is_parallel)
-            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale, mlp_modules(l));
+            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.attention_scale(), mlp_modules(l));
         else
             norm_and_pack(l.mlp_site, l.mlp_in, waiting.norm, waiting.scale, l.router != nullptr || lora.has_rows(), l.is_mlp_only() ? l.index : -1, waiting.output_scale,
                           mlp_modules(l));
@@ -404,7 +408,9 @@ struct Stepper : StepMixer {
             const bool has_wanted = i + 1 == count && !in.keeps_all;
             if (l.has_streams()) begin_streams(l);
             const Waiting earlier = before ? Waiting{waiting_last(*before), before->last_scale(), before->output_scale} : Waiting{};
-            if (i == 0 && plan.entry_ == Entry::beside)
+            if (l.has_block())
+                enter_block(l, earlier.norm, earlier.scale, earlier.output_scale);
+            else if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else if (!plan.has_homes() && !l.is_mlp_only())
                 norm_and_pack(l.attn_site, l.attn_in, earlier.norm, earlier.scale, lora.has_rows(), l.has_streams() ? -1 : l.index, earlier.output_scale,
@@ -413,7 +419,10 @@ struct Stepper : StepMixer {
                 attention_of_homes(l, before, i + 1 == count);
             else if (l.has_attention())
                 attention(l, i + 1 == count && !l.mixer);
-            if (l.is_mixed()) norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), mixer_modules(l));
+            if (l.has_block())
+                leave_block(l);
+            else if (l.is_mixed())
+                norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), mixer_modules(l));
             if (l.mixer) mix(l, i + 1 == count);
             if (num_rows == 0) return;
             if (l.has_streams()) add_laurel(l, has_wanted);
@@ -436,6 +445,7 @@ struct Stepper : StepMixer {
             return follow_layers(in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers));
         enter_or_embed();
         if (plan.streams_.count > 1) split_streams();
+        if (plan.has_blocks_) keep_embeddings();
         layers();
     }
 
@@ -556,6 +566,7 @@ void Plan::step(const StepInput& given) {
     find_last_ask(attended);
     if (has_context()) prepare_context(input.batch);
     reserve(std::max(input.batch.num_tokens, num_results), attended.batch);
+    if (choice_.top_k > 0) reserve_choice(input.batch);
     if (is_stage_) x_ = computes_in_place() ? input.rows : own_x_;
     begin_lora(input);
     if (is_sharded()) reserve_shared(input.batch.num_tokens, input.num_logit_rows);

@@ -12,6 +12,11 @@ namespace quire {
 struct StepExperts : StepContext {
     // The modules that read the input of the block after attention.
     static LoraModules mlp_modules(const PlanLayer& l) {
+        LoraModules found = own_mlp_modules(l);
+        if (l.latent_in) found.modules[found.count++] = LoraModule::latent_in;
+        return found;
+    }
+    static LoraModules own_mlp_modules(const PlanLayer& l) {
         if (l.router && l.shared_scale) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up, LoraModule::shared_scale}};
         if (l.router && l.shared_up) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up}};
         if (l.router) return {l.index, {LoraModule::router}};
@@ -172,9 +177,10 @@ struct StepExperts : StepContext {
 
     void mixture(const PlanLayer& l) {
         const i32 num_experts = static_cast<i32>(l.experts.size());
-        const i64 hidden = hidden_stride(), inner = row_stride(l.total_inner);
+        const i64 apart = row_stride(plan.pair_size_), inner = row_stride(l.total_inner), width = l.latent_in ? l.latent_in->weight.n : plan.hidden_;
         if (l.has_branch()) shared_expert(l);
         ask_router(l);
+        if (l.latent_in) enter_latent(l);
         if (l.shared_up && !l.has_branch()) shared_expert(l);
         const RouteJob route = route_job(l);
         each(num_rows, [&](i64 row) {
@@ -205,39 +211,74 @@ struct StepExperts : StepContext {
             wrote(plan.inner_ + l.first_inner, pairs, inner, l.experts[0].up->weight.n);
             rank_barrier();
         }
-        const i64 first_output = is_sharded ? l.first_output : 0;
+        const i64 first_output = is_sharded ? l.first_expert_output : 0;
         run_experts(
             l, l.down_site.forms[0], ExpertModule::down, 1, [&](i64 place) { return plan.inner_ + place * inner; },
             [&](const Expert& expert, const Packed& input, i64 first) {
-                return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + first_output, hidden);
+                return job(*expert.down, input, Finish::store, plan.pair_out_ + first * apart + first_output, apart);
             });
         if (is_sharded) {
-            wrote(plan.pair_out_ + first_output, pairs, hidden, l.experts[0].down->weight.n);
+            wrote(plan.pair_out_ + first_output, pairs, apart, l.experts[0].down->weight.n);
         } else {
-            for (i32 at = 0; at < plan.num_own_experts_; ++at) wrote(plan.pair_out_ + plan.own_first_[at] * hidden, plan.own_count_[at], hidden, plan.hidden_);
+            for (i32 at = 0; at < plan.num_own_experts_; ++at) wrote(plan.pair_out_ + plan.own_first_[at] * apart, plan.own_count_[at], apart, width);
         }
         rank_barrier();
+        if (l.latent_in) leave_latent_experts(l);
         each(num_rows, [&](i64 row) { add_experts(l, row); });
+    }
+
+    float* expert_latent(i64 row) const { return plan.expert_latents_ + row * row_stride(plan.expert_latent_size_); }
+
+    // Project what the experts read.
+    void enter_latent(const PlanLayer& l) {
+        const Packed input = packed(l.mlp_site, l.latent_in_form, num_rows);
+        const LoraModules read = mlp_modules(l);
+        const LoraSums sums(lora, read);
+        const LinearJob in = adapted(job(*l.latent_in, input, Finish::store, plan.expert_latents_, row_stride(plan.expert_latent_size_)), sums[read.count - 1]);
+        run(&in, 1);
+    }
+
+    // Project the sum of the experts of every row back, into extra_.
+    void leave_latent_experts(const PlanLayer& l) {
+        const i64 stride = row_stride(plan.expert_latent_size_);
+        each(num_rows, [&](i64 row) { sum_experts(l, row, expert_latent(row), l.latent_in->weight.n); });
+        const LoraModules read = {l.index, {LoraModule::latent_out}};
+        pack_all(l.latent_site, plan.expert_latents_, stride, read);
+        const Packed input = packed(l.latent_site, 0, num_rows);
+        const LoraSums sums(lora, read);
+        const LinearJob out = adapted(job(*l.latent_out, input, Finish::store, plan.extra_ + l.first_output, hidden_stride()), sums[0]);
+        run(&out, 1);
+        wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), l.latent_out->weight.n);
+        rank_barrier();
     }
 
     // The input of a pair's expert.
     const float* expert_row(const PlanLayer& l, i64 place) const {
-        const float* row = plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden_stride();
+        const i64 own = plan.pair_row_[place], width = l.latent_in ? l.latent_in->weight.n : plan.hidden_;
+        const float* row = l.latent_in ? expert_latent(own) : plan.normed_ + own * hidden_stride();
         if (!l.weighs_inputs) return row;
         float* const weighed = own_row();
-        memcpy(weighed, row, sizeof(float) * plan.hidden_);
-        kernels.elementwise->scale_and_cap(weighed, plan.hidden_, plan.pair_weight_[place], 0.0f);
+        memcpy(weighed, row, sizeof(float) * width);
+        kernels.elementwise->scale_and_cap(weighed, width, plan.pair_weight_[place], 0.0f);
         return weighed;
     }
 
-    // The weighted sum of a row's experts, in the order in which they were chosen, joins the residual.
-    void add_experts(const PlanLayer& l, i64 row) const {
-        float* sum = own_row();
-        memset(sum, 0, sizeof(float) * plan.hidden_);
+    // The weighted sum of a row's experts, in the order in which they were chosen.
+    void sum_experts(const PlanLayer& l, i64 row, float* sum, i64 width) const {
+        memset(sum, 0, sizeof(float) * width);
         for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at) {
             if (plan.pair_of_[at] < 0) continue;
-            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), l.weighs_inputs ? 1.0f : plan.route_weights_[at], plan.hidden_);
+            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * row_stride(plan.pair_size_), l.weighs_inputs ? 1.0f : plan.route_weights_[at], width);
         }
+    }
+
+    // What a row's experts give joins the residual.
+    void add_experts(const PlanLayer& l, i64 row) const {
+        float* sum = own_row();
+        if (l.latent_in)
+            memcpy(sum, extra(row), sizeof(float) * plan.hidden_);
+        else
+            sum_experts(l, row, sum, plan.hidden_);
         if (l.has_branch()) {
             float* const shared = plan.normed_ + row * hidden_stride();
             kernels.elementwise->norm(l.branch.experts_out.job, sum, sum);
@@ -248,7 +289,7 @@ struct StepExperts : StepContext {
             kernels.elementwise->add_scaled(sum, plan.shared_out_ + row * hidden_stride(), factor, plan.hidden_);
         }
         if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
-        kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
+        kernels.elementwise->add_scaled(x(row), sum, l.last_scale(), plan.hidden_);
         if (!l.per_layer_gate && l.output_scale != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, l.output_scale, 0.0f);
     }
 };

@@ -2,19 +2,31 @@
 #pragma once
 #include <string.h>
 
-#include "step_experts.h"
+#include "step_index.h"
 
 namespace quire {
 
-struct StepLatent : StepExperts {
+struct StepLatent : StepIndex {
     // The modules that read the input of an attention. has_few: queries are of other rows.
     static LoraModules attention_modules(const PlanLayer& l, bool has_few) {
         if (!l.has_attention()) return mixer_modules(l);
-        if (l.latent.rank > 0) return {l.index, {LoraModule::k, l.latent.q_a ? LoraModule::q_a : LoraModule::q}};
+        if (l.latent.rank > 0) return latent_modules(l);
         if (!l.k) return query_modules(l);
+        if (l.has_block() && l.block.q.in)
+            return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q, LoraModule::block_q_in, LoraModule::block_k_in, LoraModule::block_v_in}};
         if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
         if (l.attn_gate) return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q, LoraModule::attn_gate}};
         return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q}};
+    }
+    static LoraModules latent_modules(const PlanLayer& l) {
+        const LoraModule query = l.latent.q_a ? LoraModule::q_a : LoraModule::q;
+        if (!l.has_indexer()) return {l.index, {LoraModule::k, query}};
+        if (l.latent.q_a) return {l.index, {LoraModule::k, query, LoraModule::index_k, LoraModule::index_weights}};
+        return {l.index, {LoraModule::k, query, LoraModule::index_k, LoraModule::index_weights, LoraModule::index_q}};
+    }
+    // Of those, the ones that read the latent row of queries.
+    static LoraModules latent_query_modules(const PlanLayer& l) {
+        return l.has_indexer() ? LoraModules{l.index, {LoraModule::q, LoraModule::index_q}} : LoraModules{l.index, {LoraModule::q}};
     }
     static LoraModules query_modules(const PlanLayer& l) { return l.attn_gate ? LoraModules{l.index, {LoraModule::q, LoraModule::attn_gate}} : LoraModules{l.index, {LoraModule::q}}; }
 
@@ -29,20 +41,32 @@ struct StepLatent : StepExperts {
         const Packed q_input = packed(l.attn_site, latent.q_a ? l.q_a_form : l.q_form, num_rows);
         const LoraSums sums(lora, attention_modules(l, false));
         const LinearJob query = latent.q_a ? job(*latent.q_a, q_input, Finish::store, plan.question_a_, rank_width) : job(*l.q, q_input, Finish::store, plan.question_, width);
-        const LinearJob jobs[2] = {adapted(job(*l.k, k_input, Finish::store, plan.latent_, row_width), sums[0]), adapted(query, sums[1])};
-        run(jobs, 2);
+        LinearJob jobs[5] = {adapted(job(*l.k, k_input, Finish::store, plan.latent_, row_width), sums[0]), adapted(query, sums[1])};
+        const KeyIndexer& indexer = l.latent.indexer;
+        Packed index_inputs[3];  // of k, weights and q
+        if (l.has_indexer()) {
+            index_inputs[0] = packed(l.attn_site, indexer.k_form, num_rows);
+            index_inputs[1] = packed(l.attn_site, indexer.weights_form, num_rows);
+            index_inputs[2] = packed(l.attn_site, indexer.q_form, num_rows);
+            jobs[2] = adapted(job(*indexer.k, index_inputs[0], Finish::store, plan.index_keys_, row_stride(plan.index_size_)), sums[2]);
+            jobs[3] = adapted(job(*indexer.weights, index_inputs[1], Finish::store, plan.index_weights_, row_stride(plan.index_num_heads_)), sums[3]);
+            if (!latent.q_a) jobs[4] = adapted(index_job(indexer, index_inputs[2]), sums[4]);
+        }
+        run(jobs, !l.has_indexer() ? 2 : latent.q_a ? 4 : 5);
         if (latent.q_a) {
             each(num_rows, [&](i64 row) {
                 float* const values = plan.question_a_ + row * rank_width;
                 kernels.elementwise->norm(latent.q_norm.job, values, values);
             });
-            const LoraModules read = {l.index, {LoraModule::q}};
+            const LoraModules read = latent_query_modules(l);
             pack_all(l.q_site, plan.question_a_, rank_width, read);
-            const Packed input = packed(l.q_site, 0, num_rows);
+            const Packed input = packed(l.q_site, l.q_form, num_rows), index_input = packed(l.q_site, indexer.q_form, num_rows);
             const LoraSums second_sums(lora, read);
-            const LinearJob second = adapted(job(*l.q, input, Finish::store, plan.question_, width), second_sums[0]);
-            run(&second, 1);
+            LinearJob seconds[2] = {adapted(job(*l.q, input, Finish::store, plan.question_, width), second_sums[0])};
+            if (l.has_indexer()) seconds[1] = adapted(index_job(indexer, index_input), second_sums[1]);
+            run(seconds, l.has_indexer() ? 2 : 1);
         }
+        if (l.has_indexer()) each(num_rows, [&](i64 row) { finish_index(l, row); });
         each(num_rows, [&](i64 row) { store_latent(l, row); });
         const i64 q_width = row_stride(qkv_size(l));
         each(num_rows, [&](i64 row) {
@@ -50,7 +74,7 @@ struct StepLatent : StepExperts {
             const float* const from = plan.question_ + row * width;
             for (i32 head = 0; head < l.num_heads; ++head)
                 memcpy(heads + static_cast<i64>(head) * l.head_dim, from + static_cast<i64>(head) * head_size + latent.nope, sizeof(float) * latent.rope);
-            turn_latent(l, heads, l.num_heads, in.positions[row]);
+            turn_first(l, heads, l.num_heads, l.head_dim, latent.is_interleaved, in.positions[row]);
         });
         run_heads(l, l.key_up_site, HeadModule::key_up, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
             return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
@@ -59,12 +83,9 @@ struct StepLatent : StepExperts {
         finish_stores(l);
     }
 
-    // Rotate the first values of heads of latent rows.
-    void turn_latent(const PlanLayer& l, float* heads, i32 count, i64 position) const {
-        if (l.rope < 0) return;
-        if (l.latent.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, l.latent.rope);
-        const Plan::Angles& a = plan.angles_[l.rope];
-        kernels.elementwise->turn_heads(nullptr, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
+    // The indexer's queries.
+    LinearJob index_job(const KeyIndexer& indexer, const Packed& input) const {
+        return job(*indexer.q, input, Finish::store, plan.index_heads_, row_stride(plan.index_heads_size_));
     }
 
     // Norm and rotate a row of latent_, and store it.
@@ -74,7 +95,8 @@ struct StepLatent : StepExperts {
         float* const cached = own_row();
         memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
         kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
-        turn_latent(l, cached, 1, in.positions[row]);
+        turn_first(l, cached, 1, l.head_dim, latent.is_interleaved, in.positions[row]);
+        if (l.has_indexer()) return kernels.attention->store_indexed(l.indexed_kv(), in.slots[row], cached, index_key(row));
         store(l, row, 0, 1, cached, cached);
     }
 

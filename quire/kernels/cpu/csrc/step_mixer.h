@@ -149,7 +149,7 @@ private:
             kernels.elementwise->turn_heads(&m.q_norm.job, q, m.k_heads, m.k_dim, nullptr, nullptr, 0);
             kernels.elementwise->turn_heads(&m.k_norm.job, k, m.k_heads, m.k_dim, nullptr, nullptr, 0);
             const float* const b = mix_in(m, row, 4);
-            for (i32 head = 0; head < m.v_heads; ++head) plan.mix_beta_[row * m.v_heads + head] = 1.0f / (1.0f + std::exp(-b[head]));
+            for (i32 head = 0; head < m.v_heads; ++head) plan.mix_beta_[row * m.v_heads + head] = m.write_scale / (1.0f + std::exp(-b[head]));
             const float* const a = m.low_a ? mix_low(row) + values : mix_in(m, row, 5);
             const i32 per_head = decays / m.v_heads;
             for (i32 i = 0; i < decays; ++i) plan.mix_decay_[row * decays + i] = std::exp(m.rates[i / per_head] * softplus(a[i] + m.step[i]));

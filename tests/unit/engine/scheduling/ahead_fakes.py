@@ -87,7 +87,7 @@ class FakeDevice(LatePages):
         super().__init__(config, seed=seed)
         self._samples_on_host = samples_on_host
         self._requests: dict[SequenceId, Request] = {}
-        self._queue: list[FakeStep] = []  # launched, and not run
+        self.queue: list[FakeStep] = []  # launched, and not run
         self.uncollected: list[FakeStep] = []
         self.log: list[tuple[str, int]] = []
         self.failing_launches: Callable[[], bool] = lambda: False
@@ -102,13 +102,13 @@ class FakeDevice(LatePages):
         requests = [self._requests[sequence_id] for sequence_id in plan.num_scheduled_tokens]
         step = FakeStep(self, plan, not any(self._samples_on_host(request) for request in requests))
         self.log.append(("launch", plan.step_id))
-        self._queue.append(step)
+        self.queue.append(step)
         self.between()
         if self.failing_launches():
             step.is_broken = True  # its changes of rows may be known, but it computes nothing
             raise MemoryError("no room")
         self.uncollected.append(step)
-        self._run(self.rng.randint(0, len(self._queue)))
+        self._run(self.rng.randint(0, len(self.queue)))
         return step
 
     def collect(self, step: FakeStep) -> StepResult:
@@ -126,13 +126,13 @@ class FakeDevice(LatePages):
         assert not self.uncollected
 
     def _run(self, count: int) -> None:
-        for step in self._queue[:count]:
+        for step in self.queue[:count]:
             if step.is_broken:
                 self.next_step_id += 1
                 self._apply(step.plan)
             else:
                 step.result = self.execute(step.plan)
-        del self._queue[:count]
+        del self.queue[:count]
 
 
 class AheadDriver(Driver):

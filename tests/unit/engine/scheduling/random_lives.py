@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from scheduling_fakes import EOS, STOP_STRING, VOCAB_SIZE, make_config, make_request
+from reference_model import EOS, STOP_STRING, VOCAB_SIZE, make_config, make_request
 
 
 def seeds(first, count, num_fast):

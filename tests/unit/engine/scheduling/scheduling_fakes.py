@@ -10,137 +10,26 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from zlib import crc32
+
+from reference_model import (
+    STOP_STRING,
+    extend_chain,
+    is_stop_string,
+    kv_root,
+    make_request,
+    pool,
+    reference_run,
+    sample,
+    score,
+)
 
 from quire.base.ids import BlockId, RequestId, SequenceId
-from quire.base.seeds import mix_seed
-from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
-from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling import Scheduler, SequenceUpdate, check_invariants
-from quire.engine.scheduling.admission import check_servable, max_total_tokens
+from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.eviction import EvictionRule
-
-VOCAB_SIZE = 40
-EOS = 0
-STOP_STRING = "stop!"
-
-
-def make_config(**options) -> SchedulerConfig:
-    defaults = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_kv_blocks": 32,
-    }
-    return SchedulerConfig(**{**defaults, **options})
-
-
-def make_request(
-    name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), pooling=None, background=False, keep_s=0.0, **params
-):
-    """Return a request; with `pooling`, the name of one, for an embedding, of which `params` are the PoolingParams."""
-    prompt_token_ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
-    return Request(
-        request_id=RequestId(str(name)),
-        prompt_token_ids=prompt_token_ids,
-        params=SamplingParams(**(params if pooling is None else {})),
-        pooling=None if pooling is None else PoolingParams(pooling=pooling, **params),
-        seed=seed,
-        eos_token_ids=frozenset(eos),
-        arrival_time_s=arrival,
-        cache_salt=salt,
-        is_background=background,
-        cache_retention_s=keep_s,
-    )
-
-
-def extend_chain(chain: list[int], token_ids, salt: str) -> None:
-    """Append to `chain` the fake KV of the tokens that it does not cover yet."""
-    last = chain[-1] if chain else crc32(salt.encode())
-    for token_id in token_ids[len(chain) :]:
-        last = hash((last, token_id))
-        chain.append(last)
-
-
-def kv_root(request: Request, uses_short_rope: bool) -> str:
-    """Return what the fake KV of a request starts from."""
-    root = f"short rope {request.cache_salt}" if uses_short_rope else request.cache_salt
-    return f"adapter {request.adapter_key} {root}" if request.adapter_key else root
-
-
-def sample(request: Request, choice: int, chain: list[int], evicted: tuple = ()) -> int:
-    """Return the token after the prefix of `chain`: a function of the request, the choice, the prefix and what was evicted."""
-    return mix_seed(mix_seed(request.seed, choice) ^ chain[-1] ^ (hash(evicted) if evicted else 0), len(chain)) % VOCAB_SIZE
-
-
-def score(values: list[int]) -> float:
-    """Return the fake score of a block: a function of its KV."""
-    return float(hash(tuple(values)) % 97)
-
-
-def evictions(request: Request, chain: list[int], block_size: int) -> tuple:
-    """Return the evictions (length, indices) of a request that runs alone, before the token after `chain`."""
-    rule = EvictionRule.of(request.params.kv_compression, len(request.prompt_token_ids), block_size)
-    values: list[int] = []
-    evicted: tuple = ()
-    num_dropped = 0
-    for position in range(len(chain) - 1 if rule is not None else 0):
-        values.append(hash((chain[position], evicted)) if evicted else chain[position])
-        if position + 1 != rule.next_len(position, num_dropped):
-            continue
-        count = rule.num_scored(position + 1, num_dropped)
-        scores = [score(values[index * block_size : (index + 1) * block_size]) for index in range(count)]
-        indices = rule.choose(position + 1, num_dropped, scores if rule.compression.needs_scores else None)
-        values = [value for place, value in enumerate(values) if place // block_size not in indices]
-        num_dropped += len(indices) * block_size
-        if indices:
-            evicted += ((position + 1, indices),)
-    return evicted
-
-
-def pool(request: Request, chain: list[int]) -> tuple[float, ...]:
-    """Return the fake vector of a prompt, given the fake KV of the tokens that are pooled."""
-    return tuple(float(value % 1009) for value in (chain if request.pooling.needs_every_token else chain[-1:]))
-
-
-def is_stop_string(request: Request, token_id: int) -> bool:
-    """Stand in for the text layer: some tokens complete the stop string."""
-    return bool(request.params.stop) and token_id % 13 == 5
-
-
-def reference_run(request: Request, choice: int, config: SchedulerConfig):
-    """Return (output tokens, finish reason, stop reason) of a choice that runs alone, by the words of the contract."""
-    tokens, chain = list(request.prompt_token_ids), []
-    if request.pooling is not None:
-        return [], "stop", None
-    num_prompt, params = len(tokens), request.params
-    limit = min(config.max_model_len, config.num_sequence_blocks * config.block_size + 1)
-    if params.max_tokens is not None:
-        limit = min(limit, num_prompt + params.max_tokens)
-    if params.kv_compression is not None:  # which may go beyond the pool
-        limit = max_total_tokens(request, config)
-    is_short = None
-    while True:
-        was_short, is_short = is_short, config.rope_switch_len is not None and len(tokens) <= config.rope_switch_len
-        if is_short is not was_short:
-            chain = []
-        extend_chain(chain, tokens, kv_root(request, is_short))
-        token = sample(request, choice, chain, evictions(request, chain, config.block_size))
-        tokens.append(token)
-        output = tokens[num_prompt:]
-        if is_stop_string(request, token):
-            return output, "stop", STOP_STRING
-        if len(output) >= params.min_tokens:
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return output, "stop", None
-            if token in params.stop_token_ids:
-                return output, "stop", token
-        if len(tokens) == limit:
-            return output, "length", None
 
 
 @dataclass
@@ -187,7 +76,9 @@ class FakeWorker:
         self._rng_of_late = random.Random(seed)
         self.num_late = 0
         self.num_state_slots = config.num_state_checkpoints
-        self.states: dict[int, int] = {}  # by slot: the fake KV of the last token before it
+        self.num_state_pages = max(1, config.num_state_pages)
+        self.has_block_pages = config.has_block_pages
+        self.states: dict[int, list[int]] = {}  # by slot: the fake KV of the last token before it, once for each page
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.next_step_id
@@ -195,6 +86,8 @@ class FakeWorker:
         self.plans.append(plan)
         self._apply(plan)
         self._move_pages(plan)
+        for start in plan.starts:
+            self._read_state(start, self.rows[start.sequence_id])
         self._copy(plan)
         holders = Counter(block for row in self.rows.values() for block in row.table)
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
@@ -299,7 +192,8 @@ class FakeWorker:
             assert start.state_slot is None
             return
         extend_chain(row.chain, row.tokens, row.root)
-        assert self.states[start.state_slot] == row.chain[start.num_computed_tokens - 1], "it starts from another state"
+        expected = [row.chain[start.num_computed_tokens - 1]] * self.num_state_pages
+        assert self.states[start.state_slot] == expected, "it starts from another state"
 
     def _save_states(self, plan: StepPlan) -> None:
         slots: list[int] = []
@@ -308,7 +202,7 @@ class FakeWorker:
             for position, slot in saves:
                 assert row.num_computed < position <= row.num_computed + plan.num_scheduled_tokens[sequence_id]
                 assert 0 <= slot < self.num_state_slots
-                self.states[slot] = row.chain[position - 1]
+                self.states[slot] = [row.chain[position - 1]] * self.num_state_pages
                 slots.append(slot)
         assert len(set(slots)) == len(slots), "two states are kept in one slot"
 
@@ -317,10 +211,26 @@ class FakeWorker:
         assert len(targets) == len(plan.page_loads)
         assert len({slot for _, slot in plan.page_saves}) == len(plan.page_saves)
         for block_id, slot in plan.page_saves:
-            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
-            self.pages[slot] = list(self.kv[block_id])
+            self.pages[slot] = self.page_of(block_id)
         for slot, block_id in plan.page_loads:
-            self.kv[block_id] = list(self.pages[slot])
+            self.fill(block_id, self.pages[slot])
+
+    def page_of(self, block_id: int) -> list[int]:
+        """Return what a page of a block, or a page of a state, has."""
+        if block_id >= self.num_blocks:
+            slot, page = divmod(block_id - self.num_blocks, self.num_state_pages)
+            return [self.states[slot][page]]
+        assert self.has_block_pages
+        assert -1 not in self.kv[block_id], "a block is saved that was never filled"
+        return list(self.kv[block_id])
+
+    def fill(self, block_id: int, values: list[int]) -> None:
+        """Load a page."""
+        if block_id >= self.num_blocks:
+            slot, page = divmod(block_id - self.num_blocks, self.num_state_pages)
+            self.states.setdefault(slot, [-1] * self.num_state_pages)[page] = values[0]
+        else:
+            self.kv[block_id] = list(values)
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
         """Write the KV of drafts after the last known token: correct ones, and then garbage."""
@@ -343,6 +253,8 @@ class FakeWorker:
         return num_drafts, num_accepted
 
     def check_row(self, row: Row) -> None:
+        if not self.has_block_pages:
+            return  # it has no KV
         size = self.block_size
         for place in range(row.num_computed - row.num_dropped):
             found = self.kv[row.table[place // size]][place % size]
@@ -409,7 +321,6 @@ class FakeWorker:
             row = self.rows[start.sequence_id]
             extend_chain(row.chain, row.tokens, row.root)
             row.values = row.chain[: row.num_computed]
-            self._read_state(start, row)
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             assert sequence_id in known
             assert sequence_id in plan.num_scheduled_tokens
@@ -490,15 +401,17 @@ class LatePages(FakeWorker):
         move = LateMove(plan.step_id, {}, {block_id: slot for slot, block_id in plan.page_loads})
         self._use(block_id for block_id, _ in plan.page_saves)
         for block_id, slot in plan.page_saves:
-            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
-            move.saves[slot] = list(self.kv[block_id])
+            move.saves[slot] = self.page_of(block_id)
         for other in self.late:  # a slot is written after it was read, and read after it was written
             self._finish(other, (), [block_id for block_id, slot in other.loads.items() if slot in move.saves])
             self._finish(other, other.saves.keys() & set(move.loads.values()), other.loads.keys() & move.loads.keys())
         if move:
             self.late.append(move)
-        if any(self._use(self.rows[key].table) for key in plan.num_scheduled_tokens):
-            self.num_waits += 1
+        self.num_waits += self._use(block_id for key in plan.num_scheduled_tokens for block_id in self.rows[key].table)
+        slots = [start.state_slot for start in plan.starts if start.state_slot is not None]
+        slots += [slot for saves in (plan.state_saves or {}).values() for _, slot in saves]
+        for slot in slots:
+            self._use(self.num_blocks + slot * self.num_state_pages + page for page in range(self.num_state_pages))
         self._use(block_id for copy in plan.block_copies for block_id in copy)
 
     def _use(self, block_ids) -> bool:
@@ -517,7 +430,7 @@ class LatePages(FakeWorker):
             slot = move.loads.pop(block_id)
             if slot in move.saves:
                 self.pages[slot] = move.saves.pop(slot)
-            self.kv[block_id] = list(self.pages[slot])
+            self.fill(block_id, self.pages[slot])
 
 
 @dataclass

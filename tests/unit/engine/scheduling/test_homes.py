@@ -1,7 +1,8 @@
 """Homes: where a sequence is admitted, what a home computes in a step, and who is preempted for whom."""
 
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import ConfigError, RequestError
 from quire.engine.scheduling.admission import check_servable

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import Driver, LatePages, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver, LatePages
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import BlockId, RequestId
@@ -59,6 +60,17 @@ def test_nothing_is_saved_of_prompts_that_come_once_when_kv_save_is_reused():
         run_one(driver, name, range(name * 100, name * 100 + 28))
     assert not any(plan.page_saves for plan in driver.worker.plans)
     assert len(driver.scheduler.kv.host_tier) == 0
+
+
+def test_nothing_is_saved_of_what_preemptions_compute_again_when_kv_save_is_reused():
+    driver = Driver(tier_config(kv_save="reused"))
+    for name in range(4):
+        driver.add(make_request(name, range(name * 100, name * 100 + 12), max_tokens=12, ignore_eos=True))
+    driver.run()
+    run_one(driver, 4, range(400, 428))  # takes all blocks of the pool
+    assert driver.scheduler.num_preemptions > 1
+    assert not any(plan.page_saves for plan in driver.worker.plans)
+    driver.check_outputs()
 
 
 def test_prompt_that_comes_a_second_time_is_saved_when_kv_save_is_reused():
@@ -204,14 +216,14 @@ def fail_step(driver, plan):
     for _, slot in plan.page_saves:
         driver.worker.pages[slot] = [GARBAGE] * driver.config.block_size
     for _, block_id in plan.page_loads:
-        driver.worker.kv[block_id] = [GARBAGE] * driver.config.block_size
+        driver.worker.fill(block_id, [GARBAGE] * driver.config.block_size)
     if isinstance(driver.worker, LatePages):
         driver.worker.fail(plan.step_id, result.moved_steps)
     errors = dict.fromkeys(plan.num_scheduled_tokens, "the step failed")
     driver.commit(plan, StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True))
 
 
-def live(seed, num_events=120, is_late=False):
+def live(seed, num_events=120, is_late=False, has_states=False):
     """Return a driver that has lived through random events with a host tier and a pretended disk tier, and then drained."""
     rng = random.Random(seed)
     config = replace(
@@ -222,6 +234,16 @@ def live(seed, num_events=120, is_late=False):
         kv_save=rng.choice(["all", "all", "reused"]),
         loads_aside=is_late,
     )
+    if has_states:
+        config = replace(
+            config,
+            num_state_checkpoints=rng.choice([0, 1, 2, 5, 30]),
+            num_state_pages=rng.choice([1, 2, 3]),
+            has_block_pages=rng.random() < 0.7,
+            max_num_drafts=4,
+            num_host_pages=rng.choice([3, 5, 20, 100]),
+            kv_save=rng.choice(["all", "all", "reused", "write_through"]),
+        )
     driver = Driver(config, max_sampled=rng.choice([1, 1, 3]), seed=seed, max_drafts=(0, 1, 4)[seed % 3])
     if is_late:
         driver.worker = LatePages(config, driver.worker.max_sampled, seed, driver.worker.max_drafts)
@@ -304,6 +326,13 @@ def test_sequence_waits_for_its_pages_while_others_are_computed():
 @pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
 def test_outputs_equal_isolated_runs_when_pages_are_copied_next_to_steps(seed):
     live(seed, is_late=True)
+
+
+@pytest.mark.one_in(4, keep=False)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("seed", seeds(2000, 60, num_fast=12))
+def test_sequences_start_from_their_own_states_when_events_are_random(seed, is_late):
+    live(seed, 80, is_late, has_states=True)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """check_invariants must see the faults that it is for: each test breaks one thing by hand."""
 
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId

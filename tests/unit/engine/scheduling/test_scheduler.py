@@ -1,7 +1,8 @@
 """The rules of a step: budget, chunks, order, seats, admission, plans, updates."""
 
 import pytest
-from scheduling_fakes import STOP_STRING, Driver, make_config, make_request
+from reference_model import STOP_STRING, make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import InvariantError
 from quire.base.ids import RequestId, SequenceId

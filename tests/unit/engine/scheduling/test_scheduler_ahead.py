@@ -2,7 +2,7 @@
 
 import pytest
 from ahead_fakes import CheckedScheduler
-from scheduling_fakes import make_config, make_request
+from reference_model import make_config, make_request
 
 from quire.base.errors import InvariantError
 from quire.base.ids import RequestId, SequenceId

@@ -2,7 +2,8 @@
 
 import pytest
 from ahead_fakes import CheckedScheduler
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.step import StepResult

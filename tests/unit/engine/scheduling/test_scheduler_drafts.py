@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 
 def started(max_drafts=4, requests=1, prompt=5, **options):

@@ -1,5 +1,6 @@
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.step import StepResult

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from ahead_fakes import FakeDevice, FakeStep
 from random_lives import fail_some, random_config, random_request, seeds, with_window
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import ConfigError, InvariantError, RequestError
 from quire.base.ids import RequestId, SequenceId

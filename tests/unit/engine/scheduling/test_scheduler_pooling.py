@@ -1,7 +1,8 @@
 """Requests for a pooled hidden state among others: computed like any prompt, ended when it is, their blocks left to others."""
 
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId, SequenceId

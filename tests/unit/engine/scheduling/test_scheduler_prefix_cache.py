@@ -1,7 +1,8 @@
 from dataclasses import replace
 
 import pytest
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.ids import RequestId
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from random_lives import fail_some, random_config, random_request, seeds, with_homes, with_places
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import RequestError
 from quire.contracts.block_keys import block_key

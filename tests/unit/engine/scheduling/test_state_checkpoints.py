@@ -1,6 +1,7 @@
 """Where the scheduler keeps recurrent states, and which sequences start from them."""
 
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 
 def driver_of(**options):

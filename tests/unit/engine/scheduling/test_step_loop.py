@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from ahead_fakes import AheadDriver
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import make_config, make_request
+from reference_model import make_config, make_request
 
 from quire.base.errors import DeviceLostError, RequestError
 from quire.base.ids import RequestId
@@ -180,7 +180,7 @@ def test_the_books_are_right_when_a_step_is_interrupted(place):
     with pytest.raises(KeyboardInterrupt):
         driver.step()
     setattr(driver.worker, place, lambda: False)
-    for step in driver.worker._queue:
+    for step in driver.worker.queue:
         step.is_broken = step.is_broken or step not in driver.worker.uncollected
     driver.run()
     driver.check_outputs()

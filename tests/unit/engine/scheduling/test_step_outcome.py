@@ -1,5 +1,5 @@
 import pytest
-from scheduling_fakes import make_config, make_request
+from reference_model import make_config, make_request
 
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling import Scheduler, check_invariants

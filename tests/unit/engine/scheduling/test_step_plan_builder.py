@@ -1,4 +1,5 @@
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.ids import BlockId, SequenceId
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import STOP_STRING, Driver, make_config, make_request
+from reference_model import STOP_STRING, make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId

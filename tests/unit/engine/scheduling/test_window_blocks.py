@@ -4,7 +4,8 @@ import random
 
 import pytest
 from random_lives import fail_some, random_config, random_request, seeds, with_window
-from scheduling_fakes import Driver, make_config, make_request
+from reference_model import make_config, make_request
+from scheduling_fakes import Driver
 
 from quire.base.errors import ConfigError, RequestError
 

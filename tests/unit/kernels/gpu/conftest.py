@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
-from tests.covering import redundant_slow_combinations
+from tests.covering import part_of, redundant_slow_combinations
 
 HAS_GPU = torch.cuda.is_available()
 needs_llguidance = pytest.mark.skipif(
@@ -77,14 +77,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 def pytest_collection_modifyitems(config, items):
     """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for.
 
-    QUIRE_TEST_PART=i/n takes each n-th test from the i-th on: bench/gpu_tests.py runs long files in several processes.
+    QUIRE_TEST_PART=i/n takes a part of them: bench/gpu_tests.py runs long files in several processes.
     """
     left_out = set()
     if not ALL_COMBINATIONS:
         left_out |= set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
     if part := os.environ.get("QUIRE_TEST_PART"):
-        first, count = map(int, part.split("/"))
-        left_out |= {item for index, item in enumerate(items) if index % count != first}
+        left_out |= set(items) - set(part_of(items, part))
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 

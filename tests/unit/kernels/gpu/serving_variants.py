@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,7 +133,7 @@ def random_step(rng, sizes):
 def missing_variants(model, kv_dtype, sizes):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
     decoder = meta_decoder(model, sizes.max_model_len)
-    kv = KvSpec.of(decoder.spec, 64, kv_dtype)
+    kv = replace(KvSpec.of(decoder.spec, 64, kv_dtype), layer_dtypes=model.kv_dtypes)
     return missing_of(decoder, kv, sizes, set(serving_variants(model, kv, sizes)))
 
 
@@ -360,6 +361,6 @@ if __name__ == "__main__":
             last_variants = describe(title, plain._replace(is_in_order=in_order), kv)
     describe("experts of short sequences", models["experts"], sizes=SHORT)
     attention.LONG_CHUNK = step_launcher.LONG_CHUNK = 512
-    describe("long runs", models["windows"])
+    describe("long runs", models["windows"]._replace(kv_dtypes=("bfloat16", "k8v4", "k8v4", "bfloat16")), "k8v4")
     if mode == "compile":
         compile_some(last_variants)

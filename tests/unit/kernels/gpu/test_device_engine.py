@@ -16,6 +16,7 @@ from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 pytestmark = pytest.mark.usefixtures("few_programs")
 DEVICE = "cuda" if HAS_GPU else "interpreter"
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]]
 
 
@@ -133,6 +134,29 @@ def test_most_tokens_are_those_of_whole_keys_and_values_when_these_are_quantised
     assert sum(a == b for a, b in pairs) >= len(pairs) // 2
 
 
+DRAWN = SamplingParams(n=2, temperature=1.3, seed=11, max_tokens=5, ignore_eos=True, detokenize=False)
+INT8 = {"quantization": "int8", "kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (-1,)}
+CROWDED = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "layer", "params", "options"),
+    [
+        ("k8v4", 0, greedy(6), CROWDED),
+        pytest.param("fp8", -1, DRAWN, CROWDED, marks=pytest.mark.slow),
+        pytest.param("k8v4", -1, greedy(9), {"speculative_config": NGRAM}, marks=pytest.mark.slow),
+        pytest.param("turboquant_4bit", 0, DRAWN, {"max_num_seqs": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_the_cpus_when_a_layer_is_not_quantised(tmp_path, kv_cache_dtype, layer, params, options):
+    folder = write_checkpoint(tmp_path / "qwen3", "qwen3", head_dim=16)
+    mixed = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_dtype_skip_layers": (layer,)}
+    expected, _ = outputs_of(folder, PROMPTS, params, "cpu", **mixed)
+    found, num_preemptions = outputs_of(folder, PROMPTS, params, DEVICE, **mixed, **options)
+    assert tokens(found) == tokens(expected)
+    assert (num_preemptions > 0) == (options is CROWDED)
+
+
 def test_weights_and_cache_are_freed_when_an_engine_closes(qwen):
     llm = LLM(str(qwen), device=DEVICE, **OPTIONS)
     llm.generate(PROMPTS[:1], greedy(2, logprobs=1), use_tqdm=False)
@@ -165,9 +189,6 @@ def test_outputs_match_their_constraint(qwen):
     expected, found, _ = both(qwen, PROMPTS[:2], params, **options)
     assert re.fullmatch("[0-9]{3}x", found[0].outputs[0].text)
     assert tokens(found) == tokens(expected)
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
 
 
 @pytest.mark.slow
@@ -214,14 +235,13 @@ def scored(outputs):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)], ids=["dense", "int8"])
+@pytest.mark.parametrize("options", [{}, pytest.param(INT8, marks=pytest.mark.slow)], ids=["dense", "int8"])
 def test_deterministic_tokens_have_the_same_bits_alone_and_in_a_batch_with_chunks_and_preemptions(qwen, options):
     params = SamplingParams(temperature=0.8, seed=5, logprobs=1, max_tokens=6, ignore_eos=True, detokenize=False)
     options = {"deterministic": True, **options}
     llm = LLM(str(qwen), device=DEVICE, **(OPTIONS | options))
     alone = [outcome for prompt in PROMPTS for outcome in scored(llm.generate([prompt], params, use_tqdm=False))]
     llm.close()
-    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
-    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **options, **crowded)
+    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **options, **CROWDED)
     assert scored(together) == alone
     assert num_preemptions > 0

@@ -18,6 +18,7 @@ SPECS = {
     "fp8": KvSpec(4, "fp8", ((2, 16),)),
     "4-bit": KvSpec(4, "turboquant_4bit", ((2, 16),)),
     "k8v4": KvSpec(4, "k8v4", ((2, 16),)),
+    "mixed": KvSpec(4, "k8v4", ((2, 16),) * 3, layer_dtypes=("bfloat16", "k8v4", "bfloat16")),
     "latent": KvSpec(4, "bfloat16", ((1, 24), (1, 24)), is_joined=True),
     "latent int8": KvSpec(4, "int8", ((1, 24),), is_joined=True),
     "indexed": KvSpec(4, "float32", ((1, 24),), is_joined=True, index_dims=(8,)),

@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="the golden checkpoints are made by t
 
 from quire import LLM
 from quire.base.errors import ConfigError
+from quire.kv import device_pages
 from quire.model.checkpoint import distinct_shapes, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_weights import load_on_device, tensors_of
@@ -16,6 +17,7 @@ from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
 from tests.golden.make_checkpoints import make_checkpoint
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, greedy, outputs_of, tokens
+from tests.unit.kernels.gpu.test_device_pages import LateStream
 
 # The third one begins as the first one does, and starts from its checkpoint.
 FIRST = torch.randint(3, 131, (21,), generator=torch.Generator().manual_seed(37)).tolist()
@@ -73,6 +75,28 @@ def test_tokens_do_not_depend_on_how_they_are_computed(case, options, tmp_path):
     expected, _ = outputs_of(folder, PROMPTS, greedy(12), "cpu", **SIZES)
     found, _ = outputs_of(folder, PROMPTS, greedy(12), DEVICE, **{**SIZES, **options})
     assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", ["qwen3-next", "mamba"])
+def test_states_from_the_host_tier_give_the_same_tokens(case, is_late, tmp_path, monkeypatch):
+    if is_late:
+        monkeypatch.setattr(device_pages, "HostCopyStream", LateStream)
+    llm = LLM(
+        str(make_checkpoint(case, tmp_path / case)),
+        device=DEVICE,
+        **{**OPTIONS, **SIZES, "num_kv_blocks": 3, "kv_host_bytes": 1 << 20, "kv_save": "all"},
+    )
+    prompts = [FIRST, [*FIRST[5:20], *FIRST[:18]]]  # the second one takes all blocks
+    expected = [tokens(llm.generate([prompt], greedy(4), use_tqdm=False)) for prompt in prompts]
+    found = [llm.generate([prompt], greedy(4), use_tqdm=False) for prompt in prompts]
+    tier = llm.llm_engine.scheduler.kv.host_tier
+    llm.close()
+    assert [tokens(outputs) for outputs in found] == expected
+    assert [outputs[0].metrics.num_cached_tokens for outputs in found] == [16, 32]
+    assert tier.stats.num_loaded > 1
+    assert tier.find_problem() is None
 
 
 @pytest.mark.slow

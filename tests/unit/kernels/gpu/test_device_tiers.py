@@ -44,6 +44,7 @@ SETTINGS = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "4-bit": {"kv_cache_dtype": "turboquant_4bit"},
     "k8v4": {"kv_cache_dtype": "k8v4"},
+    "k8v4 but for a layer": {"kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0,)},
     "drafts": {"speculative_config": NGRAM},
     "one by one": {"async_scheduling": False},
 }
@@ -172,6 +173,7 @@ def rank_threads(monkeypatch):
 )
 def test_pages_are_found_on_disk_after_a_restart_where_each_rank_has_a_share_of_them(folder, tmp_path, rank_threads, sizes):
     disk = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
+    disk |= {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (-1,)}  # shares of stages have different sizes
     params, found = replace(greedy(1), logprobs=1), []
     for _ in range(2):
         llm = LLM(str(folder), **OPTIONS, **disk, **sizes)

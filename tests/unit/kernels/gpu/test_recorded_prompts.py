@@ -107,11 +107,14 @@ class LogRecorder:
 
 
 def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32", sizes=SIZES):
+    """Return a stepper. The last one of several layers keeps keys and values in float32."""
     spec = ModelSpec("test", "float32", 61, 32, tuple(layers), RMS, MAX_LEN)
     generator = torch.Generator().manual_seed(3)
     parameters = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(spec).items()}
     decoder = DeviceDecoder(spec, parameters, MAX_LEN, device, None, is_in_order)
-    pool = DeviceKvPool(KvSpec.of(spec, BLOCK_SIZE, kv_dtype), 3 * BLOCKS_PER_LINE, device)
+    kv = KvSpec.of(spec, BLOCK_SIZE, kv_dtype)
+    kv = kv if len(layers) == 1 else kv.with_layers((len(layers) - 1,), "float32")
+    pool = DeviceKvPool(kv, 3 * BLOCKS_PER_LINE, device)
     for cache in pool.caches:
         for part in cache:
             if part is not None and part.is_floating_point() and part.dtype != torch.float8_e4m3fn:
@@ -178,7 +181,8 @@ def found_by(stepper, steps=STEPS):
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Have contexts of a few tens of tokens cut as long ones are, in tiles of as few queries as there can be."""
-    monkeypatch.setattr(attention, "long_attention_tile", lambda *_: AttentionTile(16, 32, 4, 1))
+    tiles = {True: AttentionTile(16, 32, 4, 1), False: AttentionTile(32, 32, 4, 1)}
+    monkeypatch.setattr(attention, "long_attention_tile", lambda dim, dtype, kv_dtype: tiles[dtype == kv_dtype])
     monkeypatch.setattr(attention, "LONG_CHUNK", 32)
     monkeypatch.setattr(attention, "CHUNK", 32)
     monkeypatch.setattr(stepper_module, "LONG_CHUNK", 32)

@@ -9,7 +9,8 @@ from quire.parallel.ring import RingMessage, RingReader, RingWriter
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.graphs import GraphKey, PromptKey
 from quire.worker.device.mixed_step import StepShape
-from quire.worker.device.staged_call import ChangeCounts, GpuCall, StagedCall, decode_staged, encode_staged
+from quire.worker.device.staged_call import ChangeCounts, StagedCall, decode_staged, encode_staged
+from quire.worker.parallel_messages import Call
 from quire.worker.step_executor import Moves
 from tests.ranks import SharedGroup
 
@@ -37,7 +38,7 @@ def test_calls_arrive_as_they_were_sent(num_bytes):
     for call in CALLS.values():
         writer.send(*encode_staged(call, staged))  # one of 600 kB takes three of the eight slots
         message = reader.receive(10)
-        assert GpuCall(int(message.header[0])) is GpuCall.STAGED
+        assert Call(int(message.header[0])) is Call.STAGED
         found, arrived = decode_staged(message)
         assert found == call
         assert np.array_equal(arrived, staged)

@@ -45,6 +45,7 @@ OPTIONS = {
 }
 PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]]
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+MIXED = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (1,)}
 TREES = {"suffix_decoding_use_tree_spec": True, "adaptive": False}
 COMMON = {"ignore_eos": True, "detokenize": False, "seed": 5}
 
@@ -121,7 +122,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 @pytest.mark.parametrize(
     ("family", "options", "placement"),
     [
-        ("qwen3", {"quantization": "int4"}, {}),
+        ("qwen3", {"quantization": "int4", **MIXED}, {}),
         ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2}),
         ("qwen3", {}, {"decode_context_parallel_size": 2, "num_kv_blocks": 64}),
     ],

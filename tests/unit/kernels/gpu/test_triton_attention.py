@@ -288,17 +288,23 @@ def test_attend_refuses_what_it_would_misread(device):
 @pytest.mark.parametrize(
     "options, dtype",
     [
-        ({}, torch.float32),
+        ({}, torch.int8),
+        pytest.param({}, torch.float32, marks=pytest.mark.slow),
         pytest.param({"window": 280}, torch.float32, marks=pytest.mark.slow),
+        pytest.param({"window": 280}, torch.int8, marks=pytest.mark.slow),
         pytest.param({}, torch.bfloat16, marks=pytest.mark.slow),
     ],
-    ids=["plain", "window", "bf16"],
+    ids=["int8", "plain", "window", "int8-window", "bf16"],
 )
 def test_a_query_has_the_same_bits_alone_and_in_a_prompt_when_sums_are_in_order(options, dtype, device):
     spec = AttentionSpec(4, 2, 32, 32**-0.5, **options)
-    whole = make_case([600, 30], [40, 30], spec, 64, dtype)
+    whole = make_case([600, 30], [40, 30], spec, 64, torch.float32 if dtype == torch.int8 else dtype)
     sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
-    cache = KvCache(whole.k_cache.to(device), whole.v_cache.to(device))
+    parts = [whole.k_cache, whole.v_cache]
+    if dtype == torch.int8:
+        scales = [part.abs().amax(-1) / 127 for part in parts]
+        parts = [(part / size[..., None]).round().to(torch.int8) for part, size in zip(parts, scales, strict=True)] + scales
+    cache = KvCache(*(part.to(device) for part in parts))
     tables = whole.step.block_tables
 
     def attended(first, last, lengths, tables):
@@ -310,9 +316,8 @@ def test_a_query_has_the_same_bits_alone_and_in_a_prompt_when_sums_are_in_order(
         whole.q.to(device), cache, DeviceAttentionMetadata.of(whole.step, device), spec, sinks.to(device), is_in_order=True
     ).cpu()
     expected = dense_attention(whole, spec, sinks)
-    torch.testing.assert_close(together.double(), expected, atol=2e-2, rtol=2e-2) if dtype == torch.bfloat16 else (
-        torch.testing.assert_close(together.double(), expected, atol=3e-6, rtol=3e-6)
-    )
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(together.double(), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(attended(39, 40, [600], tables[:1]), together[39:40])
     assert torch.equal(attended(3, 5, [565], tables[:1]), together[3:5])
     assert torch.equal(attended(7, 31, [591], tables[:1]), together[7:31])

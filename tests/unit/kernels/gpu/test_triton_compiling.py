@@ -52,7 +52,7 @@ ATTENTION_LIMITS = {
     "prefill-f32": (255, {"FFMA": 512}),
     "decode-in-order": (152, {"HGMMA": 16, "wide_copies": 16}),
     "decode-merge-in-order": (40, {}),
-    "decode-fp8-in-order": (176, {"HGMMA": 16, "wide_copies": 8}),
+    "decode-fp8-in-order": (184, {"HGMMA": 16, "wide_copies": 8}),
     "decode-d256-in-order": (168, {"HGMMA": 32, "wide_copies": 16}),
     "prefill-in-order": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-fp8-in-order": (240, {"HGMMA": 16, "wide_copies": 8}),

@@ -3,7 +3,7 @@
 import asyncio
 
 from quire.serving.batch.endpoints import ENDPOINTS
-from tests.unit.serving.batch.test_batches import Worker, service_of
+from tests.unit.serving.batch.running_batches import Worker, service_of
 from tests.unit.serving.http.shell import exchange, running
 
 MIB = 1 << 20

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
 
+import msgspec
 import uvicorn
 
+from quire.serving.answers import Ready
 from quire.serving.auth import Authenticator
 from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
@@ -111,3 +114,28 @@ async def exchange(port, request, until_close=False):
 def post(path, body=b"{}", *headers):
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(body)}"]
     return "\r\n".join([*lines, *headers]).encode() + b"\r\n\r\n" + body
+
+
+class Body(msgspec.Struct):
+    text: str = ""
+
+
+async def echo(context, call):
+    body = await call.body(Body)
+    return Ready(msgspec.json.encode({"text": body.text, "owner": call.owner.name}))
+
+
+def parse(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(status.split()[1]), headers, body
+
+
+def ask(request, endpoints=None, is_text=False, **options):
+    async def go():
+        async with running(endpoints or [endpoint("/echo", echo)], **options) as (port, context):
+            return parse(await exchange(port, request)), context
+
+    (status, headers, body), context = asyncio.run(go())
+    return status, headers, json.loads(body) if body and not is_text else body or None, context

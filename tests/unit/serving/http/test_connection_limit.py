@@ -6,8 +6,7 @@ import json
 import logging
 
 from quire.serving.http.connection_limit import RESERVED_FILES, ConnectionLimit, raise_open_file_limit
-from tests.unit.serving.http.shell import endpoint, exchange, post, running
-from tests.unit.serving.http.test_shell import echo, parse
+from tests.unit.serving.http.shell import echo, endpoint, exchange, parse, post, running
 
 
 def test_limit_is_what_open_files_leave():

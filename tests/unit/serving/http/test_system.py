@@ -13,8 +13,7 @@ from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, invalid
 from quire.serving.http.system import _prefill_urls, experts, health, load, put_prefill_urls, put_role, rebalance
 from quire.serving.metrics.engine_metrics import EngineOccupancy
-from tests.unit.serving.http.shell import endpoint, exchange, running
-from tests.unit.serving.http.test_shell import parse
+from tests.unit.serving.http.shell import endpoint, exchange, parse, running
 
 ERROR = "RuntimeError: no block for 'a secret prompt' in /secret/path\nand more"
 SHOWN = "RuntimeError: no block for '...' in <path>"

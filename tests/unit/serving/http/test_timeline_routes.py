@@ -14,8 +14,7 @@ from quire.serving.http import timelines
 from quire.serving.http.timelines import get_timeline, list_timelines
 from quire.serving.metrics.timeline_answers import timeline_of
 from quire.serving.metrics.timelines import TimelineStore
-from tests.unit.serving.http.shell import endpoint, exchange, running
-from tests.unit.serving.http.test_shell import parse
+from tests.unit.serving.http.shell import endpoint, exchange, parse, running
 from tests.unit.serving.metrics.test_timelines import PLAIN, make_record
 
 KEYS = tuple(ApiKey(name, hash_key(name), is_admin=name == "admin") for name in ("admin", "team", "other"))

@@ -289,9 +289,9 @@ def test_every_stream_gets_an_error_when_all_are_failed():
 def test_engine_error_becomes_an_api_error_when_a_delta_has_one(is_refused, status):
     async def test(bench):
         stream = bench.gateway.open(make_job("a"))
-        one = bench.engine._waiting[0]
+        one = bench.engine.waiting[0]
         delta = RequestDelta("a", [], True, error="prompt too long", error_param="prompt", is_refused=is_refused)
-        bench.engine._end(one)
+        bench.engine.end(one)
         one.subscription.deliver(delta, 0.0)
         for listener in bench.engine.on_step:
             listener(StepOutputs([delta]))
@@ -323,8 +323,8 @@ def test_refusal_while_submitting_is_counted_by_whose_fault_it_is(status):
 def test_books_are_closed_when_the_client_gives_up_a_request_that_nobody_reads():
     async def test(bench):
         bench.gateway.open(make_job("a"))
-        one = bench.engine._waiting[0]
-        bench.engine._end(one)
+        one = bench.engine.waiting[0]
+        bench.engine.end(one)
         one.subscription.fail(ApiError(503, "the request was lost", code="engine_error"))
         await asyncio.sleep(2)
         assert bench.admission.is_empty

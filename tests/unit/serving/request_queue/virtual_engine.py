@@ -125,7 +125,7 @@ class FakeEngine:
         self.busy_s = 0.0
         self.num_prompt_tokens = self.num_output_tokens = 0
         self._costs, self._budget = (step_s, prompt_token_s, output_token_s), budget
-        self._waiting, self._running, self._abort_next = [], [], []
+        self.waiting, self._running, self._abort_next = [], [], []
         self._task = loop.create_task(self._run())
         self._kick = asyncio.Event()
 
@@ -135,7 +135,7 @@ class FakeEngine:
         if any(one.request.request_id == request.request_id for one in self._all()):
             self.errors.append(f"{request.request_id} submitted twice")
         subscription = Subscription(request.request_id, len(self.submitted), 1 << 20, 1e9)
-        self._waiting.append(_Running(request, subscription, self.loop.time()))
+        self.waiting.append(_Running(request, subscription, self.loop.time()))
         self.submitted.append(request.request_id)
         held = [sum(one.num_sequences for one in self._all() if one.request.is_background is kind) for kind in (False, True)]
         self.most_sequences = max(self.most_sequences, held[0])
@@ -153,7 +153,7 @@ class FakeEngine:
     def set_state(self, state):
         gone = self._all() if state != "ready" else []
         if gone or state != "ready":
-            self._waiting, self._running, self._abort_next = [], [], []
+            self.waiting, self._running, self._abort_next = [], [], []
         self.state = state
         for listener in self.on_state:
             listener(state)
@@ -166,7 +166,7 @@ class FakeEngine:
         await asyncio.wait([self._task])
 
     def _all(self):
-        return [*self._running, *self._waiting]
+        return [*self._running, *self.waiting]
 
     async def _run(self):
         while True:
@@ -182,19 +182,19 @@ class FakeEngine:
         ids, self._abort_next = self._abort_next, []
         for one in self._all():
             if one.request.request_id in ids:
-                self._end(one)
+                self.end(one)
                 choices = [ChoiceDelta(i, "", [], finish_reason="abort") for i in range(one.request.params.n)]
-                self._tell([(one, RequestDelta(one.request.request_id, choices, True, one.metrics))], None)
+                self._send([(one, RequestDelta(one.request.request_id, choices, True, one.metrics))], None)
 
     def _admit(self):
         everybody = sorted(self._all(), key=lambda one: one.request.is_background)
-        self._running, self._waiting, used = [], [], 0
+        self._running, self.waiting, used = [], [], 0
         for one in everybody:
-            if not self._waiting and (not used or used + one.num_sequences <= self.info.max_num_seqs):
+            if not self.waiting and (not used or used + one.num_sequences <= self.info.max_num_seqs):
                 used += one.num_sequences
                 self._running.append(one)
             else:
-                self._waiting.append(one)
+                self.waiting.append(one)
 
     async def _step(self):
         self._admit()
@@ -220,13 +220,13 @@ class FakeEngine:
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
         report = self._report(began, seconds, num_prompt, num_output, parts)
-        self._tell([(one, self._token(one)) for one in decoding if one in self._running], report)
+        self._send([(one, self._token(one)) for one in decoding if one in self._running], report)
 
     def _report(self, began, seconds, num_prompt, num_output, parts):
         self.num_steps += 1
         return StepReport(
             self.num_steps, began, seconds, num_prompt, num_output, [(num_output * 20,) * 2],
-            sum(one.num_sequences for one in self._running), len(self._waiting), 50, 10, 0, num_prompt, 0, parts,
+            sum(one.num_sequences for one in self._running), len(self.waiting), 50, 10, 0, num_prompt, 0, parts,
         )  # fmt: skip
 
     def _token(self, one):
@@ -240,15 +240,15 @@ class FakeEngine:
             one.metrics.finished_time = now
             params = one.request.params
             one.metrics.num_unreturned_tokens = (params.num_sequences - params.n) * params.max_tokens
-            self._end(one)
+            self.end(one)
         reason = "length" if finished else None
         choices = [ChoiceDelta(i, "x", [7], finish_reason=reason) for i in range(one.request.params.n)]
         return RequestDelta(one.request.request_id, choices, finished, one.metrics if has_metrics else None)
 
-    def _end(self, one):
-        (self._running if one in self._running else self._waiting).remove(one)
+    def end(self, one):
+        (self._running if one in self._running else self.waiting).remove(one)
 
-    def _tell(self, pairs, report):
+    def _send(self, pairs, report):
         for one, delta in pairs:
             self.num_delivered += 1
             one.subscription.deliver(delta, self.loop.time())

@@ -169,14 +169,14 @@ def test_error_after_a_comment_and_before_the_first_token_is_an_error_event():
     class SlowGateway(FakeGateway):
         def open(self, job):
             stream = super().open(job)
-            play = stream._play
+            play = stream.play
 
             async def late():
                 await asyncio.sleep(0.05)
                 async for delta in play():
                     yield delta
 
-            stream._play = late
+            stream.play = late
             return stream
 
     async def work():

@@ -165,6 +165,28 @@ def test_quantised_keys_and_values_take_about_half():
     assert blocks[1] / blocks[0] == pytest.approx(2 * 128 / (128 + 4), rel=0.01)
 
 
+def test_blocks_take_the_sum_of_their_layers_when_some_are_not_quantised(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+
+    def plan_of(dtype="k8v4", layers=None, rank=0, **options):
+        asked = config(max_num_seqs=999, kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=layers, **options)
+        return estimate_memory(asked, torch.device("cuda"), SPEC, {"embed.weight": (150_000, 4096)}, 40960, tmp_path, rank)
+
+    whole, narrow, mixed = plan_of("auto"), plan_of(), plan_of(layers=(0, 1, -1))
+    assert mixed.kv.bytes_per_block == (3 * whole.kv.bytes_per_block + 33 * narrow.kv.bytes_per_block) // 36
+    room = narrow.num_kv_blocks * narrow.kv.bytes_per_block
+    assert mixed.num_kv_blocks == pytest.approx(room / mixed.kv.bytes_per_block, abs=2)
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_layers": (1, 35), "kv_host_bytes": GIB}
+    last, first = (plan_of(layers=(0, 1, -1), rank=rank, **ranks) for rank in (0, 2))  # the ranks of the last stage come first
+    assert [plan.kv.layer_dtypes.count("bfloat16") for plan in (first, last)] == [1, 2]
+    shares = [plan.kv.bytes_per_block for plan in (last, last, first, first)]
+    assert list(first.page_shares) == list(last.page_shares) == shares
+    assert 2 * sum(shares[1:3]) == mixed.kv.bytes_per_block
+    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers must be from -36 to 35"):
+        plan_of(layers=(36,))
+
+
 @pytest.mark.parametrize(
     "options, usage, named",
     [

@@ -166,13 +166,11 @@ def test_auto_takes_the_cpu_and_says_why_when_the_gpu_is_not_one_that_the_kernel
 
 
 @pytest.mark.parametrize("name", ["turboquant_4bit", "k8v4"])
-def test_four_bit_keys_and_values_are_on_both_devices_but_layers_without_them_on_the_cpu_only(machine, name):
+def test_four_bit_keys_and_values_are_on_both_devices(machine, name):
     machine(0)
     assert choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,)) is None
     machine(1)
-    assert choose("auto", kv_cache_dtype=name) == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers .leave it out."):
-        choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,))
+    assert choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,)) == torch.device("cuda", 0)
 
 
 def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
