@@ -188,7 +188,7 @@ def _start_ranks(
     except BaseException:
         workers.kill()
         raise
-    num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_kv_blocks
+    num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_local_blocks
     if config.prefill_context_parallel_size > 1:
         logger.info("prompts divided  among %d groups of ranks", config.prefill_context_parallel_size)
     if config.tensor_parallel_size > 1:

@@ -124,7 +124,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
     [
         ("qwen3", {"quantization": "int4", **MIXED}, {}),
         ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2}),
-        ("qwen3", {}, {"decode_context_parallel_size": 2, "num_kv_blocks": 64}),
+        ("qwen3_moe", {}, {"enable_expert_parallel": True, "decode_context_parallel_size": 2, "num_kv_blocks": 64}),
     ],
 )
 def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
