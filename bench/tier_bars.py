@@ -4,7 +4,8 @@
 
 demo, shapes   time to the first token of turns 2 to 8 (shapes: 2 and 3) with tiers, and after a restart and kill -9 with pages
                from disk, as a share of that without tiers; the working set is four times the pool
-no-reuse       throughput of prompts that never come again with a disk tier, as a share of that without
+no-reuse       throughput of prompts that never come again with a disk tier, as a share of that without; and the same of
+               tokens per CPU second, which other programs disturb less
 transfer       what a prefill engine adds to the time to the first token over a link of 1 Gbit/s, see
                tools/measure_kv_transfer.py
 decode         steps of 16 sequences with 4,000 cached tokens, turboquant_4bit and bfloat16, see tools/measure_decode.py
@@ -75,24 +76,26 @@ def measure_no_reuse(run: Run) -> None:
     num_pairs, num_prompts = (1, 4) if run.is_tiny else (15, 64)
     options = {"model": "demo", "num_threads": 2, "num_kv_blocks": 512, "skip_tokenizer_init": True}
     engines = [LLM(**options), LLM(**options, **run.disk("no-reuse"))]
-    rng, ratios = random.Random(0), list[float]()
+    rng, ratios, cpu_ratios = random.Random(0), list[float](), list[float]()
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
     vocab_size = engines[0].llm_engine.report.spec.vocab_size
     for pair in range(num_pairs + 1):  # the first one is to warm up
         prompts = [{"prompt_token_ids": [rng.randrange(vocab_size) for _ in range(256)]} for _ in range(num_prompts)]
         seconds: dict[int, float] = {}
+        cpu_seconds: dict[int, float] = {}
         for index in (0, 1) if pair % 2 else (1, 0):
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             engines[index].generate(prompts, params, use_tqdm=False)
-            seconds[index] = time.perf_counter() - began_s
+            seconds[index], cpu_seconds[index] = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         ratios += [seconds[0] / seconds[1]] * (pair > 0)
+        cpu_ratios += [cpu_seconds[0] / cpu_seconds[1]] * (pair > 0)
     num_written = engines[1].llm_engine.stats.tiers[-1].num_saved
     for engine in engines:
         engine.close()
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    median = statistics.median(ratios)
-    print(f"no-reuse: bar 0.99\nthroughput {median:.3f} of that without tiers ({low:.3f} to {high:.3f}, {num_pairs} pairs); "
-          f"{num_written} pages written meanwhile", flush=True)  # fmt: skip
+    median, of_cpu = statistics.median(ratios), statistics.median(cpu_ratios)
+    print(f"no-reuse: bar 0.99\nthroughput {median:.3f} of that without tiers ({low:.3f} to {high:.3f}, {num_pairs} pairs), "
+          f"tokens per CPU second {of_cpu:.3f}; {num_written} pages written meanwhile", flush=True)  # fmt: skip
 
 
 def run_tool(name: str, bar: str, *arguments: str) -> None:

@@ -216,10 +216,10 @@ class RecordedPlan:
         self.to.write("head", _index(head), scale, softcap)
         self.real.set_head(_real(head), scale, softcap)
 
-    def screen_head(self) -> int:
+    def make_int8_head(self) -> int:
         """Record the call, and return the bytes of the copy."""
-        self.to.write("screen_head")
-        return self.real.screen_head()
+        self.to.write("make_int8_head")
+        return self.real.make_int8_head()
 
     def add_layer(self, layer: RecordedLayer) -> None:
         """Record and add it."""

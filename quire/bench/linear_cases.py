@@ -22,7 +22,7 @@ _LINEAR_FORMATS = {
 _DTYPES = {"f32": torch.float32, "f16": torch.float16}
 PEAKS = {"int8": "u8", "int4": "u8", "bf12": "bf16", "fp8": "bf16", "f16": "f32"}
 """The type in which formats are multiplied, if it is not their own."""
-_MAX_SCREENED_ROWS = 128
+_MAX_PREFILTER_ROWS = 128
 
 
 def linear_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
@@ -91,15 +91,15 @@ def best_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     """Yield the greedy argmax of a bfloat16 LM head; bytes and products are those of its int8 copy."""
     n, k = shapes.linears["head"]
     heads = [pack_weight(setup, "bf16", n, k)]
-    screens = [setup.native.Screen(heads[0], setup.num_threads, setup.isa)]
-    for _ in range(setup.copies_for(screens[0].num_bytes) - 1):
+    int8_heads = [setup.native.Int8Head(heads[0], setup.num_threads, setup.isa)]
+    for _ in range(setup.copies_for(int8_heads[0].num_bytes) - 1):
         heads.append(pack_weight(setup, "bf16", n, k))
-        screens.append(setup.native.Screen(heads[-1], setup.num_threads, setup.isa))
-    for m in (rows for rows in setup.rows if rows <= _MAX_SCREENED_ROWS):
+        int8_heads.append(setup.native.Int8Head(heads[-1], setup.num_threads, setup.isa))
+    for m in (rows for rows in setup.rows if rows <= _MAX_PREFILTER_ROWS):
         x, best = noise(m, k), torch.empty(m, dtype=torch.int32)
 
         def run(copy: int, m: int = m, x: torch.Tensor = x, best: torch.Tensor = best) -> None:
-            screens[copy].best(heads[copy], x.data_ptr(), k, m, best.data_ptr(), setup.num_threads, setup.isa)
+            int8_heads[copy].best(heads[copy], x.data_ptr(), k, m, best.data_ptr(), setup.num_threads, setup.isa)
 
         name = f"M={m} head [{n}, {k}]"
-        yield KernelCase("best", "bf16", name, screens[0].num_bytes, 2 * m * n * k, "u8", len(screens), run)
+        yield KernelCase("best", "bf16", name, int8_heads[0].num_bytes, 2 * m * n * k, "u8", len(int8_heads), run)

@@ -146,7 +146,7 @@ ENGINE_OPTIONS: tuple[EngineOption, ...] = (
     _option(
         "--enable-dp-attention",
         action="store_true",
-        help="each of these processes has whole attention weights and attends to sequences of its own; CPU",
+        help="each of these processes has whole attention weights and attends to sequences of its own",
     ),
     _option(
         "--dp-attention-size",

@@ -113,8 +113,8 @@ class EngineConfig:
                             and num_threads divided by their number, or a GPU each. The same tokens at any number on a CPU, and
                             with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
-    enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
-    dp_attention_size       with it: groups of these processes that do so, and divide the heads; None: one for each process
+    enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own
+    dp_attention_size       with it: groups of these processes that do so, and divide the heads; None: one for each process. CPU
     enable_expert_parallel  each of these processes, at least two, holds whole experts of a mixture model, instead of a part of
                             every expert. The same tokens at any number of them, on GPUs with deterministic
     expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the

@@ -130,17 +130,12 @@ def check_experts(config: EngineConfig) -> None:
 
 
 def _check_engines(config: EngineConfig) -> None:
-    """Check against options of stages, which do not move experts, of ranks with the whole model, each of which counts its own
-    rows, and of replicas."""
-    refused = {
-        "pipeline_parallel_size": ("enable_eplb", "save_expert_placement"),
-        "prefill_context_parallel_size": ("enable_expert_parallel", "save_expert_load"),
-    }
-    for other, names in refused.items():
-        size = getattr(config, other)
-        for name in names if size > 1 else ():
-            if getattr(config, name) not in (None, False):
-                raise ConfigError(f"{name} and {other} {size}: both together are not supported; leave one of them out")
+    """Check against options of ranks with the whole model, each of which counts its own rows, and of replicas."""
+    other = "prefill_context_parallel_size"
+    size = getattr(config, other)
+    for name in ("enable_expert_parallel", "save_expert_load") if size > 1 else ():
+        if getattr(config, name) not in (None, False):
+            raise ConfigError(f"{name} and {other} {size}: both together are not supported; leave one of them out")
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all experts anyway: raise "

@@ -115,9 +115,8 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV pools of both groups on this host, or of a GPU's rank."""
-        num_blocks = self.num_local_blocks if self.host is None else self.num_kv_blocks
-        full = num_blocks * self.host_bytes_per_block
+        """Bytes of the KV pools of both groups on this host; of a GPU that is one of several, on this one."""
+        full = (self.num_local_blocks if self.host is None else self.num_kv_blocks) * self.host_bytes_per_block
         return full + self.num_window_blocks * self.host_window_bytes_per_block
 
     @property

@@ -146,13 +146,12 @@ class AttentionSpec:
                    empty: nothing
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
-    is_qk_norm_last q and k are normalised after the rotation, head by head
-    query_scaling  None: queries are the same at any position
     is_v_from_k    values are what k projects, before norm and rotation (Gemma 4): there is no v
     v_norm         normalises each head of v, without a weight (Gemma 3n and 4)
     kv_source      the earlier layer whose cached keys and values the layer reads: it has no k and v, and stores nothing; None:
                    its own
     has_output_gate what the heads give is multiplied by the sigmoid of a further projection, before o (Qwen3-Next)
+    has_head_gate  with it: the projection has one number a head, whose softplus multiplies the head (Laguna)
     is_causal      False: a token attends to all tokens of the sequence, or with a window to those less than `window` away on
                    either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
@@ -180,12 +179,11 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] = ()
     is_softmax_f32: bool = True
     has_sinks: bool = False
-    is_qk_norm_last: bool = False
-    query_scaling: QueryScaling | None = None
     is_v_from_k: bool = False
     v_norm: NormSpec | None = None
     kv_source: int | None = None
     has_output_gate: bool = False
+    has_head_gate: bool = False
     latent: LatentSpec | None = None
     is_causal: bool = True
     shared_kv: SharedKvSpec | None = None
@@ -224,6 +222,15 @@ class AttentionSpec:
     def has_plain_values(self) -> bool:
         """Whether values are as large as keys, and stored as they are projected."""
         return self.value_size == self.head_dim and self.v_scale == 1.0
+
+    @property
+    def torch_only(self) -> str | None:
+        """What no kernel but those of torch has; None: nothing."""
+        if self.shared_kv is not None:
+            return "compressed keys and values"
+        if self.block_indexer is not None:
+            return "an indexer of blocks of keys"
+        return None if self.has_plain_values else "values that are smaller than keys, or scaled"
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
@@ -531,9 +538,8 @@ class ModelSpec:
         """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
         if self.has_recurrent_state:
             return "a recurrent state"
-        if any(layer.attention.block_indexer is not None for layer in self.layers):
-            return "an indexer of blocks of keys"
-        return None if all(layer.attention.shared_kv is None for layer in self.layers) else "compressed keys and values"
+        attentions = (layer.attention for layer in self.layers)
+        return next((one.torch_only for one in attentions if one.shared_kv is not None or one.block_indexer is not None), None)
 
     @property
     def is_causal(self) -> bool:

@@ -20,7 +20,7 @@ class EngineStats:
     accepted_per_pos     how often the first draft token was accepted, the second, and so on
     ranks                what each rank of a model on several processes does now, and has waited for; empty for one process
     experts              tokens of each expert of each layer, and the imbalance of the ranks that they are placed on; empty for
-                         models without experts, on GPUs and with pipeline stages
+                         models without experts, and on GPUs and pipeline stages where they are not counted
     tiers                what each KV tier holds and has done: host, disk, peer; empty without tiers
     """
 

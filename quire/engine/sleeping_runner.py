@@ -86,8 +86,6 @@ class SleepingRunner:
             return None
         if config.distributed_executor_backend == "ray" or launched_group(config) is not None:
             return "ranks that a launcher has started, because they cannot be started again: use level 1"
-        if self._slab is not None and config.parallel.world_size > 1:
-            return "a host tier on several ranks or stages, because its pages would be lost: use level 1"
         if config.save_expert_load is not None:
             return "save_expert_load, because the counts would start again: use level 1"
         if config.enable_eplb:

@@ -31,7 +31,7 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.contracts.sparse_spec import BlockIndexerSpec
-from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_output_gate, apply_xielu
 from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kernels.reference.block_sparse import attend_blocks
@@ -469,7 +469,7 @@ class DecoderLayer:
             attended = attend_blocks(q, index, place.entries[0], (place.k_cache, place.v_cache), place.step, spec)
         attended = attended[..., : spec.value_size].flatten(1)
         if spec.has_output_gate:
-            attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
+            attended = apply_output_gate(attended, self._linear(x, "attn_gate"), spec)
         return self._linear(attended, "o")
 
     def _block_index(self, x: Tensor, spec: BlockIndexerSpec, place: LayerPlace) -> tuple[Tensor, Tensor]:

@@ -160,12 +160,6 @@ class DeviceDecoder:
         with self.on_device():
             return read_counts([layer.routing for layer in self._layers])
 
-    @property
-    def placements(self) -> dict[int, ExpertPlacement]:
-        """Where the whole experts of each layer are, by its index; empty: they are not on ranks."""
-        exchanges = {index: layer.exchange for index, layer in enumerate(self._layers)}
-        return {index: exchange.placement for index, exchange in exchanges.items() if exchange is not None}
-
     def check_expert(self, layer: int, weights: DeviceWeights) -> None:
         """Raise UnsupportedError for the weights of one expert whose form is not that of the layer's."""
         self._layers[layer].check_expert(weights)
@@ -205,8 +199,8 @@ class DeviceDecoder:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other. Tokens with the short variant of a rope
-                              have num_long_rope_rows added to their positions
-        Returns               [T, hidden_size], after the final norm
+                              have num_long_rope_rows added to their positions. With step.homes those of its rows
+        Returns               [T, hidden_size], after the final norm; of each token, in the step's order
         """
         divided = None if self.rows is None else self.rows.divide(step)
         if self.rows is None or divided is None:
@@ -228,8 +222,13 @@ class DeviceDecoder:
         if self._offload is not None:
             self._offload.begin()
         if self._real_rows is not None:
-            self._real_rows.begin(step.slots)
-        if self.ranks is not None and self._divides_norms(x):
+            self._real_rows.begin(step.slots if step.homes is None else step.homes.slots)
+        if step.homes is not None and self.ranks is not None:
+            with self.ranks.divided_rows(x, step.homes.sizes) as own:
+                positions = positions[self.ranks.own_rows(len(positions))].clone()
+                own_hidden = self._run_layers(own, None, inputs, positions, step, pool, False)
+                hidden = self.ranks.gather_rows(own_hidden).index_select(0, step.homes.places)
+        elif self.ranks is not None and self._divides_norms(x):
             norm = self._layers[0].first_norm
             y = x if norm is None else normalize(x, norm)
             with self.ranks.divided_rows(x) as own:

@@ -20,7 +20,7 @@ from quire.contracts.model_spec import (
     MoeSpec,
     RopeSpec,
 )
-from quire.kernels.reference.activation import apply_xielu, cut_gate
+from quire.kernels.reference.activation import apply_output_gate, apply_xielu, cut_gate
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
@@ -64,6 +64,7 @@ class DeviceLayer:
     ) -> None:
         own = under(weights.tensors, prefix)
         self._spec, self._prefix, self._is_in_order, self._ranks = spec, prefix, is_in_order, ranks
+        self._head_ranks = None if ranks is None or ranks.whole.shard.has_homes else ranks  # that divide the heads
         whole_rows = under(weights.whole_rows, prefix)
         self._linears = {
             name.removesuffix(".weight"): DeviceLinear(
@@ -239,19 +240,23 @@ class DeviceLayer:
         """Add the blocks to the residual stream x in place; return `following` of it."""
         scale = self._spec.residual_scale
         if self._spec.is_mlp_only:
-            return add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
+            return add_and_normalize(x, self._mlp(self._mlp_rows(y, step), step, x), following, self._mlp_out, scale)
         branch = self._mix(y, positions, step, cache, states)
         if self._spec.mlp == NO_MLP:
             return add_and_normalize(x, branch, following, self._attn_out, scale)
         if self._spec.is_parallel:
-            read = y if self._mlp_in is None else normalize(x, self._mlp_in)
+            read = self._mlp_rows(y if self._mlp_in is None else normalize(x, self._mlp_in), step)
             other = self._mlp(read, step, x)
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None or self._takes_own_rows(y, step) else self._ranks.gather_rows(y)
-        y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
-        return y if self._ranks is None else self._ranks.gather_rows(y)
+        residual = x if self._branches is None else self._mlp_rows(x, step)
+        y = add_and_normalize(x, self._mlp(self._mlp_rows(y, step), step, residual), following, self._mlp_out, scale)
+        return y if self._ranks is None else self._ranks.attention_rows(y)
+
+    def _mlp_rows(self, own: Tensor, step: DeviceAttentionMetadata) -> Tensor:
+        """Return the rows that the feed-forward block reads, given this rank's where rows are divided, otherwise all."""
+        return own if self._ranks is None or self._takes_own_rows(own, step) else self._ranks.gather_rows(own)
 
     def _takes_own_rows(self, y: Tensor, step: DeviceAttentionMetadata) -> bool:
         """Return whether the feed-forward block of divided rows reads this rank's only."""
@@ -285,9 +290,9 @@ class DeviceLayer:
         q, k, v = self._split(qkv)
         norms, rope = self._qk_norms, self._rope
         if norms is not None and spec.qk_norm_over == "all":
-            q, k = (q, k) if self._ranks is None else self._ranks.gather_heads(q, k)
+            q, k = (q, k) if self._head_ranks is None else self._head_ranks.gather_heads(q, k)
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
-            q, k = (q, k) if self._ranks is None else self._ranks.own_heads(q, k)
+            q, k = (q, k) if self._head_ranks is None else self._head_ranks.own_heads(q, k)
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         if self._context is not None:
             heads = self._context.gather_heads(heads)
@@ -305,7 +310,7 @@ class DeviceLayer:
             attended = self._context.attend(q, cache, step, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
-            attended = attended * torch.sigmoid(gate)
+            attended = apply_output_gate(attended, gate, spec)
         return self._close("o", attended, step)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +333,7 @@ class DeviceLayer:
 
     def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
-        if self._ranks is None:
+        if self._ranks is None or (name == "o" and self._head_ranks is None):
             return self._product(name, rows, step)
         return self._ranks.close_block(name, lambda x: self._product(name, x, step), rows)
 

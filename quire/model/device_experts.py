@@ -123,6 +123,8 @@ class ExpertExchange:
     def _exchanges(self, x: Tensor) -> bool:
         if x.is_meta or self._ranks.is_measuring or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
+        if self._ranks.home_bytes is not None:
+            return self._ranks.home_bytes > ORDERED_BYTES
         return self._ranks.has_divided_rows or x.nbytes > ORDERED_BYTES
 
     def _owners(self, experts: Tensor, rows: Tensor) -> Tensor:
@@ -136,11 +138,15 @@ class ExpertExchange:
 
     def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> tuple[Tensor, bool]:
         """The same where all ranks have all rows."""
-        pairs = torch.arange(len(routes.experts), device=x.device)
+        pairs, num_rows = torch.arange(len(routes.experts), device=x.device), len(x)
         owners = self._owners(routes.experts, pairs // self._top_k)
         parts = multiply(x, Routes(routes.shares, self._places(routes.experts, owners)), adapters)
         if not self._is_in_order or self._ranks.is_measuring:
             return add_pairs(parts, self._top_k), True
+        if self._ranks.has_divided_rows:
+            own = self._ranks.own_rows(num_rows)
+            place = slice(own.start * self._top_k, own.stop * self._top_k)
+            owners, pairs = owners[place], pairs[place]
         return add_pairs(self._ranks.gather(parts)[owners, pairs], self._top_k), False
 
     def _gather_routes(self, own: Routes) -> Routes:
@@ -154,17 +160,18 @@ class ExpertExchange:
     ) -> Tensor:
         """Return what the experts give for this rank's rows [t, N]; routes: of all rows, x: of all or of this rank's."""
         size, rows = len(self._ranks.hosts), torch.arange(num_rows, device=x.device)
-        source = ((rows + 1) * size - 1) // num_rows  # as DeviceRanks.own_rows divides them
+        sizes = self._ranks.row_sizes(num_rows)
+        source = torch.cat([rows.new_full((count,), rank) for rank, count in enumerate(sizes)])
         owners = self._owners(routes.experts, rows.repeat_interleave(self._top_k)).view(num_rows, self._top_k)
         num_pairs = (owners[:, :, None] == torch.arange(size, device=x.device)).sum(1)
         own = self._ranks.own_rows(num_rows)
         call = _Call(x, own.start if has_own_rows else None, routes, owners, source, multiply, adapters)
-        if num_rows // size < HALVES_ROWS:
+        if min(sizes) < HALVES_ROWS:
             parts, halves = [own], [rows >= 0]
         else:
             middle = (own.start + own.stop) // 2
             parts = [slice(own.start, middle), slice(middle, own.stop)]
-            is_first = rows < (source * num_rows // size + (source + 1) * num_rows // size) // 2
+            is_first = torch.cat([torch.arange(count, device=x.device) < count // 2 for count in sizes])
             halves = [is_first, ~is_first]
         legs = self._legs.make(num_pairs, source, halves)
         return torch.cat(_in_turns([self._run_part(call, each, part) for each, part in zip(legs, parts, strict=True)]))

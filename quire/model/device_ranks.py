@@ -43,6 +43,7 @@ class DeviceRanks:
         self.hosts = tuple(hosts or (0,) * len(shard.ranks))
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
         self._row_sizes: tuple[int, ...] | None = None
+        self._home_bytes: int | None = None
         self.is_measuring = False
 
     @property
@@ -80,29 +81,45 @@ class DeviceRanks:
         add_parts_launch(x, self.gather(part), residual_scale).run()
 
     @contextmanager
-    def divided_rows(self, x: Tensor) -> Iterator[Tensor]:
+    def divided_rows(self, x: Tensor, of_homes: Sequence[int] | None = None) -> Iterator[Tensor]:
         """Divide the rows of the residual stream x [T, N] among the ranks within the block (sequence parallelism): yields this
-        rank's, and sum_parts returns these only, until gather_rows."""
-        self._row_sizes = self._sizes_of(len(x))
+        rank's, and sum_parts returns these only, until gather_rows.
+
+        of_homes  the rows of each rank, at least one, which are its home's; None: about equally many
+        """
+        self._home_bytes = None if of_homes is None else x.nbytes
+        self._row_sizes = self.row_sizes(len(x)) if of_homes is None else tuple(of_homes)
         try:
             yield x[self.own_rows(len(x))]
         finally:
-            self._row_sizes = None
+            self._row_sizes = self._home_bytes = None
 
-    def _sizes_of(self, num_rows: int) -> tuple[int, ...]:
+    def row_sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Return how many of some rows are each rank's, where they are divided."""
+        if self._row_sizes is not None:
+            return self._row_sizes
         size = self.communicator.size
         ends = [rank * num_rows // size for rank in range(size + 1)]
         return tuple(end - start for start, end in itertools.pairwise(ends))
 
     def own_rows(self, num_rows: int) -> slice:
         """Return which of some rows are this rank's, where they are divided."""
-        sizes, rank = self._sizes_of(num_rows), self.shard.rank
+        sizes, rank = self.row_sizes(num_rows), self.shard.rank
         return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
     @property
     def has_divided_rows(self) -> bool:
         """Whether the rows of the residual stream are divided now."""
         return self._row_sizes is not None
+
+    @property
+    def home_bytes(self) -> int | None:
+        """Bytes of the residual stream of all homes, where its rows are divided by home now; otherwise None."""
+        return self._home_bytes
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """Return this rank's of all rows [T, N]; all, while they are not divided."""
+        return rows if self._row_sizes is None else rows[self.own_rows(len(rows))]
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -120,7 +137,7 @@ class DeviceRanks:
     def gather_rows_of(self, part: Tensor, num_rows: int) -> Tensor:
         """Return all rows [num_rows, N], given this rank's part of them."""
         out = part.new_empty(num_rows, part.shape[1])
-        self.communicator.all_gather(out, part.contiguous(), self._sizes_of(num_rows))
+        self.communicator.all_gather(out, part.contiguous(), self.row_sizes(num_rows))
         return out
 
     def lookup(self, embedding: DeviceLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,6 +226,10 @@ class LayerRanks:
         """See DeviceRanks."""
         return self._ranks.gather_rows(part)
 
+    def attention_rows(self, part: Tensor) -> Tensor:
+        """Return the rows that attention reads, given this rank's: all, or those of the sequences at home here."""
+        return part if self._ranks.shard.has_homes else self._ranks.gather_rows(part)
+
     def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
         """See DeviceRanks."""
         self._ranks.add_sum(x, part, residual_scale)
@@ -225,8 +246,9 @@ class LayerRanks:
         return self._ranks.gather_columns(part, self._inputs[name])
 
     def gather_outputs(self, part: Tensor) -> Tensor:
-        """Return the output [T, hidden_size] of a block, given this rank's columns."""
-        return self._ranks.gather_columns(part, self._outputs)
+        """Return the output [T, hidden_size] of a block, given this rank's columns of all rows; while rows are divided, this
+        rank's rows of it."""
+        return self._ranks.own_part(self._ranks.gather_columns(part, self._outputs))
 
     def gather_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k of all heads, [T, H * D] and [T, K * D], given those of this rank's: for a norm over all of them."""

@@ -28,12 +28,8 @@ def check_on_device(spec: ModelSpec, is_in_order: bool) -> None:
 def _refusal(layer: LayerSpec) -> str | None:
     if layer.attention.alibi_slopes:
         return "ALiBi"
-    if layer.attention.shared_kv is not None:
-        return "attention to compressed keys and values"
-    if layer.attention.block_indexer is not None:
-        return "attention to blocks of keys that an indexer chooses"
-    if not layer.attention.has_plain_values:
-        return "values that are smaller than keys, or scaled"
+    if layer.attention.torch_only is not None:
+        return layer.attention.torch_only
     if layer.has_clamped_mlp:
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":

@@ -38,12 +38,14 @@ class DeviceShard:
     spec         of the whole model
     ranks        the parts of all ranks
     is_in_order  every weight is cut by its outputs
+    has_homes    every rank has the whole attention weights, and attends to sequences of its own
     """
 
     spec: ModelSpec
     ranks: tuple[ModelShard, ...]
     rank: int
     is_in_order: bool
+    has_homes: bool = False
 
     @classmethod
     def of(
@@ -54,11 +56,13 @@ class DeviceShard:
         is_in_order: bool,
         placements: Mapping[int, ExpertPlacement] | None = None,
         context_size: int = 1,
+        has_homes: bool = False,
     ) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
         placements  with expert parallelism: where the whole experts of each layer are, by its index; None: without
         context_size  consecutive ranks that share the tokens of sequences
+        has_homes   see DeviceShard
 
         Raises ConfigError if a rank would have no part of a weight.
         """
@@ -66,10 +70,11 @@ class DeviceShard:
             raise ConfigError(
                 f"tensor_parallel_size is {len(shares)}, but on GPUs an indexer of keys ({spec.model_type}) runs on one rank"
             )
-        ranks = [ModelShard.of(spec, each, shares, placements, context_size) for each in range(len(shares))]
+        sizes = context_size, 1 if has_homes else 0
+        ranks = [ModelShard.of(spec, each, shares, placements, *sizes) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]
-        return cls(spec, tuple(ranks), rank, is_in_order)
+        return cls(spec, tuple(ranks), rank, is_in_order, has_homes)
 
     @property
     def own(self) -> ModelShard:
@@ -106,7 +111,9 @@ class DeviceShard:
 
     def is_row_parallel(self, name: str) -> bool:
         """Return whether a weight is cut by its inputs if its scales allow it."""
-        return not self.is_in_order and name.endswith(_ROW_PARALLEL) and self.own_experts(name) is None
+        if self.is_in_order or (self.has_homes and name.endswith(".o.weight")):
+            return False
+        return name.endswith(_ROW_PARALLEL) and self.own_experts(name) is None
 
     def own_experts(self, name: str) -> tuple[int, ...] | None:
         """Return which experts of a stack this rank has whole; None: a part of each, or it is no stack of experts."""
@@ -138,7 +145,9 @@ class DeviceShard:
         if module == "experts.gate_up":
             inner, whole = shard.inner, num_rows // 2
             return [inner, ShardRange(whole + inner.start, whole + inner.stop)]
-        return [shard.outputs] if module in ("o", "down", "experts.down", "shared.down") else None
+        if module == "o":
+            return [shard.o_outputs]
+        return [shard.outputs] if module in ("down", "experts.down", "shared.down") else None
 
     def _has_norm_of_each_head(self, index: int) -> bool:
         attention = self.spec.layers[index].attention

@@ -67,12 +67,9 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
-    if any(layer.attention.shared_kv is not None for layer in spec.layers):
-        return "compressed keys and values"
-    if any(layer.attention.block_indexer is not None for layer in spec.layers):
-        return "an indexer of blocks of keys"
-    if not all(layer.attention.has_plain_values for layer in spec.layers):
-        return "values that are smaller than keys, or scaled"
+    for layer in spec.layers:
+        if layer.attention.torch_only is not None:
+            return layer.attention.torch_only
     if any(layer.has_clamped_mlp for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
@@ -250,31 +247,29 @@ class NativeModelBuilder:
         if head is None:
             raise InvariantError("the model has no LM head")
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
-        self._int8_head_bytes = plan.screen_head() if has_int8_head(spec) else 0
+        self._int8_head_bytes = plan.make_int8_head() if has_int8_head(spec) else 0
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
 
     def _pack_whole_vocabulary(self) -> tuple[NativeWeight, NativeWeight]:
         """Return the whole embedding and LM head, and keep the parameters."""
-        kept = {name: self._parameters[name] for name in ("embed.weight", "lm_head.weight") if name in self._parameters}
-        biases = {name: self._parameters[name] for name in ("lm_head.bias",) if name in self._parameters}
+        names = ("embed.weight", "lm_head.weight", "lm_head.bias")
+        kept = {name: self._parameters[name] for name in names if name in self._parameters}
         is_tied = kept.get("lm_head.weight", kept["embed.weight"]) is kept["embed.weight"]
         embed = self._pack("embed")
         head = embed if is_tied else self._pack("lm_head")
-        self._parameters |= kept | biases
+        self._parameters |= kept
         return embed, head
 
     def pack_vocabulary(self, name: Literal["embed", "lm_head"]) -> NativeWeight:
         """Return the whole embedding or LM head; of a builder that builds no plan."""
         return self._pack(name)
 
-    def _layer_shard(self, index: int) -> LayerShard | None:
-        return None if self._shard is None else self._shard.layers[index]
-
     def _layers(self) -> Iterator[Any]:
         """Pack layer after layer."""
         specs = tqdm(self._spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False)
         for index, spec in enumerate(specs):
-            yield self._build_layer(spec, f"layers.{index}.", self._layer_shard(index))
+            shard = None if self._shard is None else self._shard.layers[index]
+            yield self._build_layer(spec, f"layers.{index}.", shard)
 
     def _complete(self, embedding: NativeWeight | None, head: NativeWeight | None, layers: Iterable[Any]) -> NativeParts:
         """Put the layers into the plan and end it."""
@@ -468,7 +463,7 @@ class NativeModelBuilder:
         for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = attention_rows(spec, shard)
+        rows, layer.has_head_gate = attention_rows(spec, shard), attention.has_head_gate
         for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
@@ -481,8 +476,7 @@ class NativeModelBuilder:
     def _build_latent(
         self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None
     ) -> None:
-        """Pack the projections, and for each head the halves of kv_b that project queries into the latent space and values out
-        of it.
+        """Pack the projections, and the halves of each head's kv_b: queries into the latent space, values out of it.
 
         These are kept in the model's dtype, because the first is transposed, across the groups of a quantised weight.
         """

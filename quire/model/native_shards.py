@@ -13,9 +13,15 @@ def attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shard
     """Return the rows of q, k, v and o that a rank has."""
     if shard is None:
         return {}
-    dim = spec.attention.head_dim
+    dim, own = spec.attention.head_dim, shard.heads.heads
     heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
+    return {
+        "q": heads,
+        "attn_gate": own if spec.attention.has_head_gate else heads,
+        "k": kv_heads,
+        "v": kv_heads,
+        "o": shard.o_outputs,
+    }
 
 
 def set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:

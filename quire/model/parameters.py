@@ -195,6 +195,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         return _latent_attention(spec, spec.latent, hidden)
     if spec.shared_kv is not None:
         return _shared_kv(spec, spec.shared_kv, hidden)
+    gate_size = spec.num_heads if spec.has_head_gate else q_size
     kv: dict[str, Shape] = {}
     if spec.kv_source is None:
         modules = ("k",) if spec.is_v_from_k else ("k", "v")
@@ -211,7 +212,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **({} if spec.kv_source is not None else _head_norm("k_norm", spec, spec.num_kv_heads)),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **({} if spec.block_indexer is None else _block_indexer(spec.block_indexer, hidden)),
-        **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
+        **(_linear("attn_gate", gate_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
         **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 

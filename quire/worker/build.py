@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[EngineRunner, ModelReport]:
     """Load a model on the device that the configuration names; return its step driver, and the report of what it takes.
 
-    slab  of the host tier, with its pages, that another runner of the same model had; only in one process
+    slab  of the host tier, with its pages, that another runner of the same model had; not with a launcher's ranks
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
     config = settle_drafts(config)
@@ -73,10 +73,10 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | No
     if config.parallel.world_size > 1:
         _bind_threads(False)
     if config.pipeline_parallel_size > 1:
-        return _build_pipeline(config, report)
+        return _build_pipeline(config, report, slab)
     rebalance = None
     if config.parallel.world_size > 1:
-        executor, report = build_leader(config, report)
+        executor, report = build_leader(config, report, slab)
         rebalance = executor.rebalance_experts if config.enable_eplb else None
     else:
         executor, report = _build_executor(config, report)
@@ -101,8 +101,10 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | No
     return driver, report
 
 
-def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelinedStepDriver, ModelReport]:
-    executor, report = build_pipeline(config, report)
+def _build_pipeline(
+    config: EngineConfig, report: ModelReport, slab: HostSlab | None
+) -> tuple[PipelinedStepDriver, ModelReport]:
+    executor, report = build_pipeline(config, report, slab)
     speculator = None
     try:
         if config.speculative_config is not None:

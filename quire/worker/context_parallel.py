@@ -68,12 +68,12 @@ def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) 
 def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError where the model cannot run with homes of sequences; device: ModelReport.device."""
     name, unit = "enable_dp_attention", config.parallel.num_homes
-    if device != "cpu":
-        raise ConfigError(f"{name} is for ranks on CPUs, but the model runs on {device}: choose device='cpu', or leave it out")
     native_extension()  # raises UnsupportedError
-    refusal = native_refusal(spec, cpu_block_size(config))
+    refusal = native_refusal(spec, cpu_block_size(config)) if device == "cpu" else None
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
+    if device != "cpu":
+        _check_device_homes(config, device)
     _check_layers(name, True, spec)
     if not spec.is_causal:
         raise ConfigError(
@@ -90,6 +90,20 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
         raise ConfigError(
             f"num_kv_blocks is {config.num_kv_blocks}, but with {name} and {unit} homes it must be a multiple of {unit}: each "
             "home holds as many blocks"
+        )
+
+
+def _check_device_homes(config: EngineConfig, device: str) -> None:
+    if config.parallel.home_size > 1:
+        raise ConfigError(
+            f"dp_attention_size is {config.dp_attention_size}, but the model runs on {device}, where a home is one rank: leave "
+            f"it at None, so that each of the {config.tensor_parallel_size} ranks is a home"
+        )
+    drafts = () if config.speculative_config is None else config.speculative_config.methods
+    if "eagle3" in drafts:
+        raise ConfigError(
+            f"speculative_config: eagle3 reads the inputs of layers, of which a rank on {device} has those of the sequences at "
+            "home there only; choose another method, or leave enable_dp_attention out"
         )
 
 

@@ -55,6 +55,8 @@ class ExpertMover:
     load        reads one expert; called in a thread of its own
     placements  of the experts of each layer; changed at each switch
     pacer       bounds what `load` does next to a step; None: nothing does
+    rank        this one in the placements; None: its number in the group
+    layers      of the model that the decoder has, which it and `load` count from 0; None: all
     """
 
     def __init__(
@@ -64,9 +66,12 @@ class ExpertMover:
         communicator: Communicator,
         placements: Placements,
         pacer: StepPacer | None = None,
+        rank: int | None = None,
+        layers: range | None = None,
     ) -> None:
         self.placements, self._pacer = dict(placements), pacer
         self._decoder, self._load, self._communicator = decoder, load, communicator
+        self._rank, self._layers = communicator.rank if rank is None else rank, layers
         self._change: ExpertChange | None = None
         self._loaded: dict[int, Any] = {}
         self._error: str | None = None
@@ -88,11 +93,18 @@ class ExpertMover:
         if self._change is not None:
             raise InvariantError(f"experts of layer {self._change.layer} are being moved already")
         self._change, self._loaded, self._error = change, {}, None
-        wanted = [move.new for move in change.moves if move.rank == self._communicator.rank]
-        if wanted:
-            self._thread = threading.Thread(target=self._load_all, args=(change.layer, wanted), name="quire-load-experts")
+        layer = self._own_layer(change)
+        wanted = [move.new for move in change.moves if move.rank == self._rank]
+        if wanted and layer is not None:
+            self._thread = threading.Thread(target=self._load_all, args=(layer, wanted), name="quire-load-experts")
             self._thread.daemon = True  # an engine that ends does not wait for it
             self._thread.start()
+
+    def _own_layer(self, change: ExpertChange) -> int | None:
+        """Return which layer of the decoder changes; None: it has another part of the model."""
+        if self._layers is None:
+            return change.layer
+        return change.layer - self._layers.start if change.layer in self._layers else None
 
     def _load_all(self, layer: int, experts: list[int]) -> None:
         try:
@@ -121,7 +133,9 @@ class ExpertMover:
             return found
         if found is LoadState.READY:
             placement = apply_moves(self.placements[change.layer], change.moves)
-            self._decoder.place_experts(change.layer, self._loaded, placement, self._communicator.rank)
+            layer = self._own_layer(change)
+            if layer is not None:
+                self._decoder.place_experts(layer, self._loaded, placement, self._rank)
             self.placements[change.layer] = placement
         elif self._thread is not None:
             self._thread.join()

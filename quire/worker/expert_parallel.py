@@ -100,6 +100,12 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
             f"{name} is for mixture models, but the model ({report.spec.model_type}) has no experts: leave it out"
         )
     find_placements(config, report.spec)
+    size = config.pipeline_parallel_size
+    for name in ("enable_eplb", "save_expert_placement") if size > 1 and report.device == "cpu" else ():
+        if getattr(config, name) not in (None, False):
+            raise ConfigError(
+                f"{name} and pipeline_parallel_size {size}: both together are not supported on CPUs; leave one of them out"
+            )
     for name in ("save_expert_load", "save_expert_placement"):
         path = getattr(config, name)
         if path is not None and not os.access(Path(path).expanduser().parent, os.W_OK):

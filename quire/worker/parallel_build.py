@@ -22,7 +22,7 @@ from quire.contracts.expert_options import EplbConfig, LossyRouting
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import ModelSpec
-from quire.kv.tiers.host_slab import PagePart, slots_file
+from quire.kv.tiers.host_slab import HostSlab, PagePart, slots_of
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
@@ -349,9 +349,10 @@ def _divided_group(config: RankConfig, group: RankGroup, rank: int, subgroups: M
     return replace(group, barrier_address=tensor.address, rows_file=config.group_files[at.context], division=division)
 
 
-def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
+def build_leader(config: EngineConfig, report: ModelReport, slab: HostSlab | None = None) -> tuple[LeaderExecutor, ModelReport]:
     """Start the workers and load rank 0's shard; return its executor when all ranks are ready.
 
+    slab  see build_runner
     Raises what any rank fails with.
     """
     files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC)]  # the rows, and the pages of tiers
@@ -366,7 +367,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
     try:
         num_pages = num_host_pages(config, report)
         if num_pages > 0:
-            files.append(slots_file(num_pages, slot_bytes(report.memory)))
+            files.append(slots_of(slab, num_pages, slot_bytes(report.memory)))
         rank_config = _rank_config(config, report, files, group_files)
         options = launch_options(config, pass_fds=(*files, *group_files), subgroups=subgroups)
         workers = start_workers(config, rank_config.to_json(), options)
@@ -375,7 +376,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
         release()
         raise
     try:
-        executor, report = _build_rank_0(config, report, rank_config, workers)
+        executor, report = _build_rank_0(config, report, rank_config, workers, slab)
     except BaseException:
         workers.kill()
         close_files(files)
@@ -436,7 +437,11 @@ def _rank_config(config: EngineConfig, report: ModelReport, files: Sequence[int]
 
 
 def _build_rank_0(
-    config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
+    config: EngineConfig,
+    report: ModelReport,
+    rank_config: RankConfig,
+    workers: WorkerGroup | RemoteWorkers,
+    slab: HostSlab | None,
 ) -> tuple[LeaderExecutor, ModelReport]:
     if workers.exchange is not None:
         check_hosts(config)
@@ -465,7 +470,7 @@ def _build_rank_0(
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
     executor = LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own)
     part = page_part(rank_config, report.folder, 0, memory.kv, workers.exchange)
-    executor.open_host_tier(rank_config.num_host_pages, config.prefill_listen is not None, part)
+    executor.open_host_tier(rank_config.num_host_pages, config.prefill_listen is not None, part, slab)
     placements = rank_config.placements(report.spec)
     if placements is not None:
         executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)

@@ -31,7 +31,7 @@ class Call(IntEnum):
     """Which call a message is. The leader's executor and decoder are what makes them.
 
     HIDDEN_STATES                  to stages only
-    STAGED to SETTLE_PAGES         to ranks on GPUs only, in place of STEP, CHANGES and MOVE_TOKENS: see staged_call.py
+    STAGED to COUNT_EXPERTS        to ranks on GPUs only, in place of STEP, CHANGES and MOVE_TOKENS: see staged_call.py
     """
 
     STEP = 1
@@ -51,6 +51,7 @@ class Call(IntEnum):
     STAGED = 15
     USE_BLOCKS = 16
     SETTLE_PAGES = 17
+    COUNT_EXPERTS = 18
 
 
 class Changes(NamedTuple):

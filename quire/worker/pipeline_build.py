@@ -17,7 +17,7 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
 from quire.contracts.model_spec import MoeSpec
-from quire.kv.tiers.host_slab import slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_of
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
 from quire.parallel.joined_workers import lead_group
@@ -45,15 +45,18 @@ logger = get_logger(__name__)
 WORKER_MODULE = "quire.worker.pipeline_worker"
 
 
-def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineExecutor, ModelReport]:
+def build_pipeline(
+    config: EngineConfig, report: ModelReport, slab: HostSlab | None = None
+) -> tuple[PipelineExecutor, ModelReport]:
     """Start the processes of all stages; return the executor when all have loaded their layers.
 
+    slab  see build_runner
     Raises what any stage fails with.
     """
     num_files = config.pipeline_parallel_size if config.tensor_parallel_size > 1 else 0
     rows_files = tuple(os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files))
     num_pages = num_host_pages(config, report)
-    page_files = (slots_file(num_pages, slot_bytes(report.memory)),) if num_pages > 0 else ()
+    page_files = (slots_of(slab, num_pages, slot_bytes(report.memory)),) if num_pages > 0 else ()
     release_threads = threads_release()
 
     def release() -> None:
@@ -62,7 +65,7 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
 
     try:
         stage_config = _stage_config(config, report, rows_files, page_files)
-        executor, report = _start_stages(config, report, stage_config)
+        executor, report = _start_stages(config, report, stage_config, slab)
     except BaseException:
         release()
         raise
@@ -117,7 +120,9 @@ def _stage_config(
     )
 
 
-def _start_stages(config: EngineConfig, report: ModelReport, stage_config: StageConfig) -> tuple[PipelineExecutor, ModelReport]:
+def _start_stages(
+    config: EngineConfig, report: ModelReport, stage_config: StageConfig, slab: HostSlab | None
+) -> tuple[PipelineExecutor, ModelReport]:
     """Start the processes, or wait for those that a launcher has started, until they are ready."""
     memory, spec = report.memory, report.spec
     options = launch_options(
@@ -155,7 +160,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         placements = find_placements(config, spec)
         placed = None if placements is None else PlacedLoads(placements, config.parallel.shares)
         executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage, placed)
-        executor.open_host_tier(stage_config.num_host_pages, config.prefill_listen is not None)
+        executor.open_host_tier(stage_config.num_host_pages, config.prefill_listen is not None, slab)
         return executor, report
     except BaseException:
         if own_stage is not None:

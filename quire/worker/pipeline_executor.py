@@ -163,10 +163,10 @@ class PipelineExecutor:
         if entries or block_copies:
             self._send(encode_changes(Changes(list(entries), list(block_copies))))
 
-    def open_host_tier(self, num_pages: int, is_shared: bool) -> None:
-        """Map the slots that the stages share, if there are any; see HostSlab."""
+    def open_host_tier(self, num_pages: int, is_shared: bool, slab: HostSlab | None = None) -> None:
+        """Map the slots that the stages share, if there are any, unless `slab` has them mapped; see HostSlab."""
         if self._page_part is not None:
-            self.host_slab = HostSlab(None, num_pages, is_shared, self._page_part)
+            self.host_slab = slab or HostSlab(None, num_pages, is_shared, self._page_part)
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every stage copies its part, in the order of the steps."""

@@ -48,8 +48,9 @@ class PipelinedStepDriver(StepDriver):
         adapters: AdapterStore | None = None,
         mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
         row_processor: RowProcessor | None = None,
+        rebalance: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors, page_mover, adapters, row_processor=row_processor)
+        super().__init__(executor, speculator, draft_executors, page_mover, adapters, None, rebalance, row_processor)
         self.num_stages = executor.max_in_flight
         self._pipeline, self._mark_step = executor, mark_step
         self._in_flight: dict[int, StepDrafts | None] = {}  # by step id

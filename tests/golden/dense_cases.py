@@ -31,6 +31,10 @@ _OLMO3_ROPES = {
     "full_attention": {**_YARN, "rope_theta": 500000.0},
     "sliding_attention": _rope("default", rope_theta=500000.0),
 }
+_LAGUNA_ROPES = {
+    "full_attention": {**_YARN, "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": _rope("default"),
+}
 _GPTJ = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 131, "n_inner": None, "rotary_dim": 8}
 _GPT = {name: value for name, value in _GPTJ.items() if name != "rotary_dim"}
 _OPT = {"ffn_dim": 80, "word_embed_proj_dim": 48}
@@ -153,6 +157,12 @@ MIXTURES: dict[str, tuple[str, Options]] = {
         "mellum",
         {**_EXPERTS, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": {**_OLMO3_ROPES, "sliding_attention": _rope("default")}},
+    ),
+    "laguna": (
+        "laguna",
+        {**_EXPERTS, "sliding_window": 11, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"num_attention_heads_per_layer": [4, 6, 2], "shared_expert_intermediate_size": 24}
+        | {"moe_routed_scaling_factor": 2.0, "rope_parameters": _LAGUNA_ROPES},
     ),
     "sarvam-moe": ("sarvam_moe", {**_EXPERTS, "first_k_dense_replace": 1}),
     "sarvam-mla": ("sarvam_mla", {**_KIMI, "q_lora_rank": None, "num_hidden_layers": 2}),

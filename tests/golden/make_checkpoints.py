@@ -538,6 +538,7 @@ def rewrite_as_v4(folder: Path) -> None:
         "gemma4_text",
         "gemma4_unified_text",
         "mellum",
+        "laguna",
     ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
@@ -577,7 +578,7 @@ def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid", "mellum")):
+    if text["model_type"].startswith(("gemma4", "lfm3", "mimo_v2", "olmo_hybrid", "mellum", "laguna")):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

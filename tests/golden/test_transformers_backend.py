@@ -300,9 +300,9 @@ def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state"),
+        ("zaya", "keeps a recurrent state"),
         ("xglm", "does not send its attention through the attention interface"),
-        ("lfm3", "keeps a recurrent state"),
+        ("minimax", "keeps a recurrent state"),
         ("roberta", "is an encoder"),
         ("mistral_large5", "is not known to transformers"),
     ],

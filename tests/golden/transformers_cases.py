@@ -53,7 +53,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         **_IDS,
     },
-    "laguna": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16},
     "longcat_flash": {
         **_MULTI_HEAD,
         **_LATENT,

@@ -62,7 +62,8 @@ bool has_suffix(const std::string& name, const char* suffix) { return name.size(
 
 // Operand 0, 1 or 2 of an operation: any bits, or what its contract allows.
 void fill_operand(const std::string& name, int operand, std::vector<u8>& bytes) {
-    static const u32 edges[] = {0, 0x80000000u, 0x3f800000u, 0x3fc00000u, 0x40200000u, 1, 0x007fffffu, 0x00800000u, 0x7f7fffffu, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0x4f000000u, 0xcf000000u, 0x477fefffu, 0x33000001u};
+    static const u32 edges[] = {0, 0x80000000u, 0x3f800000u, 0x3fc00000u, 0x40200000u, 1,
+                                0x007fffffu, 0x00800000u, 0x7f7fffffu, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0x4f000000u, 0xcf000000u, 0x477fefffu, 0x33000001u};
     for (size_t i = 0; i + 4 <= bytes.size(); i += 4) {
         u32 word = random_bits();
         const u32 kind = random_bits() % 4;
@@ -302,7 +303,8 @@ Words run_sampler(const Kernels& kernels) {
     for (u32& word : mask) word = random_bits();
     std::vector<SampleRow> rows(24);
     for (size_t i = 0; i < rows.size(); ++i)
-        rows[i] = {logits.data(), 1.25f, i % 8 == 0, i % 2 == 1 ? 20 : 0, i % 3 == 1 ? 0.8 : 1.0, i % 4 == 3 ? -3.0f : -INFINITY, i * 77, static_cast<u32>(i), i % 5 == 0 ? mask.data() : nullptr};
+        rows[i] = {logits.data(), 1.25f, i % 8 == 0, i % 2 == 1 ? 20 : 0,
+                   i % 3 == 1 ? 0.8 : 1.0, i % 4 == 3 ? -3.0f : -INFINITY, i * 77, static_cast<u32>(i), i % 5 == 0 ? mask.data() : nullptr};
     std::vector<SampleResult> results(rows.size());
     std::vector<u8> scratch(table.scratch_bytes(VOCAB) + 64);
     u8* const aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
@@ -331,7 +333,8 @@ Words run_quantize(const Kernels& kernels, Quantization kind, bool is_bf16) {
     for (int i = 0; i < 512; ++i) table[i] = static_cast<float>(i < 140 ? -120 : i < 256 ? -40 : i < 400 ? 30 : 110);
     std::vector<i8> codes(ROWS * K);
     const bool is_rowwise = kind == Quantization::int8, is_affine = kind == Quantization::affine;
-    QuantizeJob job = {kind, is_bf16, is_bf16 ? static_cast<const void*>(halves.data()) : weights.data(), K, ROWS, K, is_rowwise ? K : SIZE, is_affine ? affine_clips.data() : clips.data(), 3,
+    QuantizeJob job = {kind, is_bf16,
+                       is_bf16 ? static_cast<const void*>(halves.data()) : weights.data(), K, ROWS, K, is_rowwise ? K : SIZE, is_affine ? affine_clips.data() : clips.data(), 3,
                        kind == Quantization::table ? -120.0f : -8.0f, table.data(), scale.data(), offset.data(), codes.data()};
     float* const aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64 / 4;
     kernels.quantize->search(job, 0, static_cast<i64>(ROWS) * K / job.size, aligned);
@@ -349,7 +352,8 @@ Words run_recurrence(const Kernels& kernels, Decay kind, bool has_beta) {
     std::vector<float> decay = random_values(T * V_HEADS * V_DIM), rates = random_values(V_HEADS * K_DIM * V_DIM), out(v.size()), saved(V_HEADS * K_DIM * V_DIM);
     for (float& value : decay) value = kind == Decay::channel ? fabsf(value) : 0.5f + fabsf(value) * 0.2f;
     for (float& value : rates) value = -fabsf(value);
-    const RecurrenceJob job = {K_HEADS, V_HEADS, K_DIM, V_DIM, kind, q.data(), k.data(), v.data(), decay.data(), kind == Decay::channel ? rates.data() : nullptr, has_beta ? beta.data() : nullptr, out.data()};
+    const RecurrenceJob job = {K_HEADS, V_HEADS, K_DIM, V_DIM, kind, q.data(), k.data(), v.data(), decay.data(),
+                               kind == Decay::channel ? rates.data() : nullptr, has_beta ? beta.data() : nullptr, out.data()};
     const StateSave save = {T, saved.data()};
     const RecurrenceRun run = {0, T, nullptr, &save, 1};
     for (i32 head = 0; head < V_HEADS; ++head) kernels.recurrence->run(job, run, head, 0, V_DIM);
@@ -371,7 +375,8 @@ Words run_peak(const Kernels& kernels) {
 std::vector<Case> all_cases(const Kernels& portable) {
     std::vector<Case> cases;
     if (portable.elementwise != nullptr) {
-        for (i32 i = 0; i < portable.elementwise->num_simd; ++i) cases.push_back({std::string("simd ") + portable.elementwise->simd[i].name, [i](const Kernels& kernels) { return run_operation(kernels, i); }});
+        for (i32 i = 0; i < portable.elementwise->num_simd; ++i)
+            cases.push_back({std::string("simd ") + portable.elementwise->simd[i].name, [i](const Kernels& kernels) { return run_operation(kernels, i); }});
         cases.push_back({"elementwise", run_elementwise});
     }
     if (portable.linear != nullptr)
@@ -383,8 +388,10 @@ std::vector<Case> all_cases(const Kernels& portable) {
                 return run_attention(kernels, static_cast<KvFormat>(format), format == 0 || (format > 1 && variant != 1), variant == 1 ? 17 : 0, variant == 2 ? 5.0f : 0.0f, variant != 0);
             }});
     if (portable.sampler != nullptr) cases.push_back({"sampler", run_sampler});
-    for (int kind = 0; kind < 4 && portable.quantize != nullptr; ++kind) cases.push_back({"quantize " + std::to_string(kind), [=](const Kernels& kernels) { return run_quantize(kernels, static_cast<Quantization>(kind), kind % 2 == 0); }});
-    for (int kind = 0; kind < 3 && portable.recurrence != nullptr; ++kind) cases.push_back({"recurrence " + std::to_string(kind), [=](const Kernels& kernels) { return run_recurrence(kernels, static_cast<Decay>(kind), kind == 0); }});
+    for (int kind = 0; kind < 4 && portable.quantize != nullptr; ++kind)
+        cases.push_back({"quantize " + std::to_string(kind), [=](const Kernels& kernels) { return run_quantize(kernels, static_cast<Quantization>(kind), kind % 2 == 0); }});
+    for (int kind = 0; kind < 3 && portable.recurrence != nullptr; ++kind)
+        cases.push_back({"recurrence " + std::to_string(kind), [=](const Kernels& kernels) { return run_recurrence(kernels, static_cast<Decay>(kind), kind == 0); }});
     if (portable.peak != nullptr) cases.push_back({"peak", run_peak});
     return cases;
 }
@@ -403,7 +410,8 @@ int main() {
                 if (want[i] != got[i] && wrong++ == 0) at = i;
             if (wrong == 0) continue;
             ++num_wrong;
-            printf("DIFFERENT %s on %s: %zu of %zu words, the first at %zu: %08x (%g), portable %08x (%g)\n", one.name.c_str(), levels[level]->name, wrong, want.size(), at, got[at], as_float(got[at]), want[at],
+            printf("DIFFERENT %s on %s: %zu of %zu words, the first at %zu: %08x (%g), portable %08x (%g)\n", one.name.c_str(), levels[level]->name, wrong, want.size(), at,
+                   got[at], as_float(got[at]), want[at],
                    as_float(want[at]));
         }
     }

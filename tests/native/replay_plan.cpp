@@ -247,7 +247,7 @@ struct Replay {
         if (name == "step") return step();
         if (name == "add_layer") return plan->add_layer(layers.at(static_cast<size_t>(in.integer())));
         if (name == "finish") return plan->finish();
-        if (name == "screen_head") return static_cast<void>(plan->screen_head());
+        if (name == "make_int8_head") return static_cast<void>(plan->make_int8_head());
         if (name == "near") return static_cast<void>(plan->is_near = in.integer() != 0);
         if (name == "activation") {
             PlanLayer& to = layer();

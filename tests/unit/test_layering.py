@@ -1,4 +1,4 @@
-"""The layering table of docs/structure.md, enforced: lazy and TYPE_CHECKING imports count like any other."""
+"""The layering table of docs/structure.md, enforced: lazy and TYPE_CHECKING imports count like any other. And sizes."""
 
 import ast
 import sys
@@ -83,15 +83,22 @@ def package_of(path: Path) -> str:
 
 
 @cache
-def imports_of(path: Path) -> set[str]:
-    found = set()
+def imports_and_lengths(path: Path) -> tuple[set[str], dict[str, int]]:
+    """Return what a module imports, and the lines of each of its functions."""
+    found, lengths = set(), {}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "quire" else {node.module}
-    return found
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lengths[node.name] = max(lengths.get(node.name, 0), node.end_lineno - node.lineno + 1)
+    return found, lengths
+
+
+def imports_of(path: Path) -> set[str]:
+    return imports_and_lengths(path)[0]
 
 
 @cache
@@ -130,6 +137,16 @@ def test_modules_import_only_what_their_package_may(package):
                 is_backend = path == ROOT / "model/transformers_backend/library.py"
                 assert is_backend, f"{path} imports transformers, which only the transformers backend may"
         assert packages_imported_by(path) <= MAY_IMPORT[package], f"{path} imports {sorted(imports_of(path))}"
+
+
+def test_functions_have_at_most_60_lines_unless_they_are_gpu_kernels():
+    paths = [path for path in modules() if ROOT / "kernels/triton" not in path.parents]
+    assert [(path.name, name) for path in paths for name, lines in imports_and_lengths(path)[1].items() if lines > 60] == []
+
+
+def test_modules_and_those_of_tests_have_fewer_than_600_lines():
+    paths = [*modules(), *(ROOT.parent / "tests").rglob("*.py")]
+    assert [path.name for path in paths if path.read_bytes().count(b"\n") >= 600] == []
 
 
 def test_every_module_is_of_a_package_with_a_row():

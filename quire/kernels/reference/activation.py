@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.contracts.model_spec import Activation, MlpSpec
+from quire.contracts.model_spec import Activation, AttentionSpec, MlpSpec
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -33,6 +33,13 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
     if spec.clamp.slope is None:
         return ACTIVATIONS[spec.activation](gate) * up
     return (up + 1) * (gate * torch.sigmoid(gate * spec.clamp.slope))
+
+
+def apply_output_gate(attended: Tensor, gate: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return what the heads give [T, H * D] times the gate [T, H * D], or that of each head [T, H], in attended's dtype."""
+    if not spec.has_head_gate:
+        return attended * torch.sigmoid(gate)
+    return (attended.view(*gate.shape, -1) * F.softplus(gate.float()).to(attended.dtype)[..., None]).flatten(1)
 
 
 def cut_gate(gate: Tensor, sparsity: float) -> Tensor:

@@ -142,6 +142,19 @@ class DeviceStateRows(NamedTuple):
         return cls(*(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in place_saves(rows, starts)))
 
 
+class HomeRows(NamedTuple):
+    """The rows of a step whose sequences have homes on the ranks; those of a home follow each other, in the order of ranks.
+
+    sizes   of each home, padding included; at least 1
+    slots   [sum(sizes)] i64, of all rows; negative: padding
+    places  [T] i64, where each of the step's T tokens is among the rows
+    """
+
+    sizes: tuple[int, ...]
+    slots: Tensor
+    places: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceAttentionMetadata:
     """Positions and block tables of the tokens of one step, for all layers; a sequence of context length 0 is padding.
@@ -166,6 +179,8 @@ class DeviceAttentionMetadata:
                      keys are here
     exchange         gets a cache in which this rank has stored its tokens, and stores those of the others; None: there are none
     window           the same for layers of the window group, with its slots and block tables; None: there is no such group
+    homes            where sequences have homes on several ranks: all rows of the step, of which all else here has those at home
+                     on this rank; None: they have none
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     """
 
@@ -186,6 +201,7 @@ class DeviceAttentionMetadata:
     shared_keys: SharedKeys | None = None
     exchange: Callable[[Sequence[Tensor | None]], None] | None = None
     window: DeviceAttentionMetadata | None = None
+    homes: HomeRows | None = None
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
@@ -227,11 +243,12 @@ class DeviceAttentionMetadata:
         block_tables: Tensor,
         max_context_len: int,
         states: DeviceStateRows | None = None,
+        homes: HomeRows | None = None,
     ) -> DeviceAttentionMetadata:
         """Return a step with one token for each sequence, of tensors that are on the device."""
         counts = (1,) * len(context_lens)
         places = slots, query_starts, context_lens, block_tables
-        return cls(*places, None, None, None, counts, max_context_len, states=states)
+        return cls(*places, None, None, None, counts, max_context_len, states=states, homes=homes)
 
     def with_windows(self, slots: Tensor, block_tables: Tensor) -> DeviceAttentionMetadata:
         """Return the step with slots and block tables of the window group; all else is shared."""

@@ -76,6 +76,7 @@ class HostSlab:
     page_bytes      of one block
     stride          bytes from slot to slot
     shared          the slots for other engines; None: they are not shared
+    file            descriptor of the memory, where it is that of `slots_file`; None: it is of this process alone
     save_s, load_s  seconds of `move` so far
     """
 
@@ -112,15 +113,16 @@ class HostSlab:
         self.stride = stride = slot_stride(self.page_bytes)
         self.shared: SharedSlots | None = None
         file = file if part is None else part.file
-        if file is None and is_shared:
-            file = slots_file(num_slots, self.page_bytes)
-            weakref.finalize(self, os.close, file)
-        if file is None:
+        self.file: int | None = None
+        if file is not None or is_shared:
+            self.file = slots_file(num_slots, self.page_bytes) if file is None else os.dup(file)
+            weakref.finalize(self, os.close, self.file)
+        if self.file is None:
             memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            memory = mmap.mmap(file, num_slots * stride, flags=mmap.MAP_SHARED)
-        if file is not None and is_shared:
-            fd = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+            memory = mmap.mmap(self.file, num_slots * stride, flags=mmap.MAP_SHARED)
+        if self.file is not None and is_shared:
+            fd = os.open(f"/proc/self/fd/{self.file}", os.O_RDONLY | os.O_CLOEXEC)
             self.shared = SharedSlots(fd, num_slots, stride)
             weakref.finalize(self, os.close, fd)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
@@ -200,6 +202,11 @@ def slots_file(num_slots: int, page_bytes: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def slots_of(slab: HostSlab | None, num_slots: int, page_bytes: int) -> int:
+    """Return another descriptor of the memory of a slab that other processes have mapped, or else `slots_file`."""
+    return slots_file(num_slots, page_bytes) if slab is None or slab.file is None else os.dup(slab.file)
 
 
 def state_pieces(

@@ -136,7 +136,9 @@ def read_query_scaling(config: ConfigView) -> QueryScaling | None:
     return QueryScaling(beta, int(parameters.required("original_max_position_embeddings")))
 
 
-def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *, is_f32: bool = False) -> RopeSpec:
+def read_layer_rope(
+    config: ConfigView, head_dim: int, layer_type: LayerType, *, is_f32: bool = False, can_be_partial: bool = False
+) -> RopeSpec:
     """Return the rotary embedding of one layer type (Gemma 3); a `rope_scaling` is for layers of full attention only."""
     nested, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     if nested and not any(name in LAYER_TYPES for name in nested):
@@ -148,7 +150,7 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
         values = {**values, **scaling}
     base = config.number("rope_theta" if layer_type == "full_attention" else "rope_local_base_freq")
     is_proportional = values.get("rope_type") == "proportional"
-    if not is_proportional and values.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if not is_proportional and not can_be_partial and values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedError(f"partial_rotary_factor is not supported in a {config.model_type!r} model")
     theta = base if values.get("rope_theta") is None else values["rope_theta"]
     # transformers reads `truncate` next to the layer types, never inside one.

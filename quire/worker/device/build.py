@@ -25,7 +25,7 @@ from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.rotated_codes import PACKED
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool, kv_dtypes
-from quire.kv.tiers.host_slab import HostSlab, slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_of
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
@@ -41,7 +41,7 @@ from quire.speculate.memory import StepLimits
 from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
-from quire.worker.device.expert_loading import device_mover, moving_bytes
+from quire.worker.device.expert_loading import device_mover
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
@@ -61,6 +61,7 @@ from quire.worker.device.memory import (
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
+    moving_bytes,
     num_spare_blocks,
     offload_plan,
     plan_device_memory,
@@ -71,7 +72,7 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import placements_of, warn_lossy
+from quire.worker.expert_parallel import warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, start_workers
@@ -109,7 +110,7 @@ def build_device_runner(
     sizes = step_sizes(config, report, num_batched_tokens)
     warn_lossy(config)
     if config.parallel.world_size > 1:
-        built = build_leader(config, device, report, sizes)
+        built = build_leader(config, device, report, sizes, slab)
     else:
         built = build_rank(config, device, report, sizes, slab=slab)
     for line in built.plan.describe().splitlines():
@@ -126,17 +127,16 @@ def build_device_runner(
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None
+    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
     if built.adapters is not None:
-        leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
         holder = built.adapters if leader is None else GroupAdapters(leader)
         adapters = DecoderAdapters(config, report, holder, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
-    if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
-        return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
-    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) and config.enable_eplb else None
-    rebalance = None if leader is None else leader.rebalance_experts
+    rebalance = None if leader is None or not config.enable_eplb else leader.rebalance_experts
+    if leader is not None and config.pipeline_parallel_size > 1:
+        return PipelinedStepDriver(leader, speculator, drafting, mover, adapters, mark_step, processor, rebalance), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover, rebalance)
     return driver, report
 
@@ -146,22 +146,33 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
     return torch.cuda.nvtx.range(f"step {plan.step_id}: {plan.num_tokens} tokens of {len(plan.num_scheduled_tokens)} sequences")
 
 
-def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
-    """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
+def build_leader(
+    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, slab: HostSlab | None = None
+) -> BuiltRank:
+    """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with.
+
+    slab  see build_runner
+    """
     size, num_pages = config.parallel.world_size, num_host_pages(config, report)
-    file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
+    file = slots_of(slab, num_pages, page_bytes(report.memory)) if num_pages > 0 else None
     try:
         told = RankConfig.of(config, report, sizes, -1 if file is None else file)
         pass_fds = () if file is None else (file,)
         options = launch_options(config, with_store=True, areas=PageMoveCounters.areas(size), pass_fds=pass_fds)
-        return _start_ranks(replace(config, pipeline_layers=told.config.pipeline_layers), device, report, told, options)
+        settled = replace(config, pipeline_layers=told.config.pipeline_layers)
+        return _start_ranks(settled, device, report, told, options, slab)
     finally:
         if file is not None:
             os.close(file)  # all have mapped it
 
 
 def _start_ranks(
-    config: EngineConfig, device: torch.device, report: ModelReport, told: RankConfig, options: LaunchOptions
+    config: EngineConfig,
+    device: torch.device,
+    report: ModelReport,
+    told: RankConfig,
+    options: LaunchOptions,
+    slab: HostSlab | None,
 ) -> BuiltRank:
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
@@ -172,13 +183,12 @@ def _start_ranks(
         workers.startup.stage("connecting")
         group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
-        built = build_rank(config, device, report, told.sizes, group)
+        built = build_rank(config, device, report, told.sizes, group, slab)
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
-        placements = placements_of(told.expert_ranks, report.spec)
-        if placements is not None and group.stage is None:
-            built.executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+        if group.placements is not None:
+            built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -224,57 +234,20 @@ def build_rank(
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
     try:
         parameters = open_parameters(report.folder, report.spec)
-        is_first = group is None or group.rank == 0
         compiles = group is None or group.is_first_on_host
         compilation = _compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
-        policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
-        ranks, stage = (None, None) if group is None else (group.ranks, group.stage)
-        # Only collectives are recorded, not what stages send.
-        agree = None if group is None or ranks is None else group.agree
-        max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
-        offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
-        place = device if offload is None else OffloadedWeights(device, offload)
-        rows = None if group is None else group.rows
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage, rows)
-        kv, num_spare = report.memory.kv, num_spare_blocks(config)
-        is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
-        logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
-        if counts_experts(config) and stage is None:
-            decoder.watch_experts(config.lossy_routing)
-        pool = DeviceKvPool(kv, 1 + num_spare, device, 1 if kv.state_shapes else 0, 1)
-        specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
-        library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
-        drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
-        adapters = None
-        if config.enable_lora:
-            shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)
-            limits = config.max_loras, config.max_lora_rank
-            adapters = DeviceAdapters(decoder.spec, *limits, device, config.enable_lora_experts, shard)
-        parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
-        is_leader = group is not None and group.workers is not None
-        stepper = LeaderGpuExecutor(*parts, group, adapters) if is_leader else GpuStepExecutor(*parts, adapters)
+        decoder = _load_decoder(config, report, device, parameters, group)
+        stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
         if group is not None:
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
-        num_moving = moving_bytes(config, report)
+        ranks, kv = None if group is None else group.ranks, report.memory.kv
+        num_moving = moving_bytes(config, report.spec, report.parameters)
         own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
-        pinned_bytes = report.memory.pinned_bytes
-        page_shares = report.memory.page_shares
-        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
-        if group is not None:
-            least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
-            plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
-        states = plan.num_states, plan.num_state_checkpoints
-        num_blocks = plan.num_local_blocks + num_spare, plan.num_window_blocks
-        stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
-        if drafter is not None:
-            drafter.give_pool(plan.num_kv_blocks)
-        if config.host_tier_bytes:
-            share = None if group is None else group.page_share(report.memory)
-            is_shared = is_first and config.prefill_listen is not None
-            stepper.open_host_tier(num_host_pages(config, report), is_shared, share, slab)
+        plan = _agreed_plan(plan, report, decoder, group)
+        _give_memory(config, report, plan, own, device, group, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -282,8 +255,89 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group.host)
+    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group)
     return BuiltRank(stepper, drafter, plan, adapters, mover)
+
+
+def _load_decoder(
+    config: EngineConfig,
+    report: ModelReport,
+    device: torch.device,
+    parameters: Mapping[str, Parameter | StoredParameter],
+    group: GpuGroup | None,
+) -> DeviceDecoder:
+    """Load the weights of a model, or of this rank's part of it."""
+    policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
+    ranks, stage = (None, None) if group is None else (group.ranks, group.stage)
+    max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
+    offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
+    place = device if offload is None else OffloadedWeights(device, offload)
+    rows = None if group is None else group.rows
+    decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage, rows)
+    kv = report.memory.kv
+    is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
+    logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
+    if counts_experts(config):
+        decoder.watch_experts(config.lossy_routing)
+    return decoder
+
+
+def _make_executor(
+    config: EngineConfig,
+    report: ModelReport,
+    decoder: DeviceDecoder,
+    sizes: StepSizes,
+    recorder: CudaGraphRecorder | None,
+    group: GpuGroup | None,
+) -> tuple[GpuStepExecutor, DeviceAdapters | None, Drafter | None]:
+    """Return what runs the steps, with a pool of one block for measuring, its LoRA adapters, and what drafts on rank 0."""
+    ranks, device, kv = None if group is None else group.ranks, decoder.device, report.memory.kv
+    # Only collectives are recorded, not what stages send.
+    agree = None if group is None or ranks is None else group.agree
+    pool = DeviceKvPool(kv, 1 + num_spare_blocks(config), device, 1 if kv.state_shapes else 0, 1)
+    specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
+    library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
+    is_first = group is None or group.rank == 0
+    drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
+    adapters = None
+    if config.enable_lora:
+        shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)
+        limits = config.max_loras, config.max_lora_rank
+        adapters = DeviceAdapters(decoder.spec, *limits, device, config.enable_lora_experts, shard)
+    parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
+    if group is not None and group.workers is not None:
+        return LeaderGpuExecutor(*parts, group, adapters), adapters, drafter
+    return GpuStepExecutor(*parts, adapters), adapters, drafter
+
+
+def _agreed_plan(plan: MemoryPlan, report: ModelReport, decoder: DeviceDecoder, group: GpuGroup | None) -> MemoryPlan:
+    """Return the plan with what the report says of host memory, and with as many blocks as every rank has room for."""
+    pinned_bytes, page_shares = report.memory.pinned_bytes, report.memory.page_shares
+    plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+    if group is None:
+        return plan
+    return replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks), num_window_blocks=group.least(plan.num_window_blocks))
+
+
+def _give_memory(
+    config: EngineConfig,
+    report: ModelReport,
+    plan: MemoryPlan,
+    own: _Measured,
+    device: torch.device,
+    group: GpuGroup | None,
+    slab: HostSlab | None,
+) -> None:
+    """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
+    num_blocks = plan.num_local_blocks + num_spare_blocks(config)
+    pool = DeviceKvPool(report.memory.kv, num_blocks, device, plan.num_states, plan.num_window_blocks)
+    own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
+    if own.drafter is not None:
+        own.drafter.give_pool(plan.num_kv_blocks)
+    if config.host_tier_bytes:
+        share = None if group is None else group.page_share(report.memory)
+        is_shared = (group is None or group.rank == 0) and config.prefill_listen is not None
+        own.stepper.open_host_tier(num_host_pages(config, report), is_shared, share, slab)
 
 
 def is_eager(config: EngineConfig) -> bool:
@@ -353,7 +407,8 @@ def _compile_ahead(
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
+    has_homes = config.enable_dp_attention
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
     return Precompilation(order, parameters)
 
 

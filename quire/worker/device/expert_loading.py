@@ -10,23 +10,13 @@ import torch
 from quire.base.errors import InvariantError
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
-from quire.contracts.model_spec import DTYPE_BYTES
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_shards import DeviceShard
 from quire.model.device_weights import DeviceWeights, load_on_device
-from quire.parallel.communicator import Communicator
 from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
+from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import count_experts, expert_parameters
-
-
-def moving_bytes(config: EngineConfig, report: ModelReport) -> int:
-    """Return the memory of a GPU that experts take while they move: two of the largest, dense; 0 where none move."""
-    if not config.enable_eplb:
-        return 0
-    value_bytes = DTYPE_BYTES[report.spec.dtype]
-    return 2 * value_bytes * max(expert_parameters(report.parameters, layer) for layer in count_experts(report.spec))
 
 
 class DeviceExpertLoader:
@@ -41,10 +31,15 @@ class DeviceExpertLoader:
         self._quantize = (
             None if policy is None else parameter_quantizer(self._parameters, report.spec, policy, keeps_float8=True)
         )
+        if decoder.stage is not None:
+            own = decoder.stage.stage
+            self._quantize = None if self._quantize is None else replace(self._quantize, first_layer=own.start)
+            self._parameters, self._spec = decoder.stage.take_parameters(self._parameters), own.spec(self._spec)
         self._stream = torch.cuda.Stream(decoder.device) if decoder.device.type == "cuda" else None
 
     def load(self, layer: int, expert: int) -> DeviceWeights:
-        """Return the weights of an expert on the device, and all of them there. Raises UnsupportedError."""
+        """Return the weights of an expert on the device, and all of them there; layer: of the decoder. Raises
+        UnsupportedError."""
         prefix = f"layers.{layer}.experts."
         parameters = {name: parameter for name, parameter in self._parameters.items() if name.startswith(prefix)}
         with self._decoder.on_device(), self._on_stream():
@@ -72,7 +67,8 @@ def _holding(shard: DeviceShard, layer: int, expert: int) -> DeviceShard:
     return replace(shard, ranks=tuple(ranks))
 
 
-def device_mover(config: EngineConfig, report: ModelReport, decoder: DeviceDecoder, communicator: Communicator) -> ExpertMover:
-    """Return what moves experts to this rank and from it; communicator: of all ranks, on the host."""
-    loader = DeviceExpertLoader(config, report, decoder)
-    return ExpertMover(decoder, loader.load, communicator, decoder.placements)
+def device_mover(config: EngineConfig, report: ModelReport, decoder: DeviceDecoder, group: GpuGroup) -> ExpertMover:
+    """Return what moves experts to this rank and from it. Every rank calls this."""
+    loader, place = DeviceExpertLoader(config, report, decoder), group.places[group.rank]
+    layers = range(place.stage.start, place.stage.stop)
+    return ExpertMover(decoder, loader.load, group.host, group.placements or {}, rank=place.tensor_rank, layers=layers)

@@ -22,6 +22,7 @@ from quire.kv.device_pages import DevicePages, PageShare
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_routing import RoutingCounts
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.sampling.row_state import SamplingRow
@@ -198,6 +199,8 @@ class GpuStepExecutor(StepLauncher):
         adapters = None if self._adapters is None else self._adapters.numbers.of_runs(tokens.adapters, tokens.starts)
         rope_rows = self._decoder.num_long_rope_rows
         step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
+        if self._homes.size > 1:
+            step = self._homes.placed(step, self.block_tables[step.rows, 0], (self._pool.num_blocks, self.block_size))
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
         sampling = "deferred" if self._defers else self.sampling_table.sampling_of(step.sampled_rows)
@@ -276,8 +279,7 @@ class GpuStepExecutor(StepLauncher):
         """See StepExecutor: where the decoder watches them. Waits for launched steps."""
         if not isinstance(self._decoder, DeviceDecoder):
             return []
-        self._wait_for_steps()
-        counts = self._decoder.expert_counts()
+        counts = self._expert_counts()
         stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
         return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
 
@@ -297,10 +299,18 @@ class GpuStepExecutor(StepLauncher):
 
     def _placed_tokens(self) -> dict[int, NDArray[np.int64]]:
         """Return the tokens so far of the experts of each layer that has any."""
+        counts = enumerate(self._expert_counts())
+        return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
+
+    def own_expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer of the decoder, see there. Waits for launched steps."""
         assert isinstance(self._decoder, DeviceDecoder)
         self._wait_for_steps()
-        counts = enumerate(self._decoder.expert_counts())
-        return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
+        return self._decoder.expert_counts()
+
+    def _expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer of the model."""
+        return self.own_expert_counts()
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""

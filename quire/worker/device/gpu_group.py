@@ -7,6 +7,7 @@ those of the last stage are those of the first one, and so on.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import counts_experts
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.rank_stats import CollectiveStats
@@ -24,6 +26,7 @@ from quire.model.checkpoint import tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.device_context import ContextRanks
 from quire.model.device_ranks import DeviceRanks
+from quire.model.device_routing import RoutingCounts
 from quire.model.device_rows import RowRanks
 from quire.model.device_shards import DeviceShard
 from quire.model.device_stage import DeviceStage
@@ -41,7 +44,14 @@ from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import device_weight_bytes, estimate_memory, rank_device
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.stages import device_stages, place_of
-from quire.worker.expert_parallel import Placements, find_placements, placement_lists, placements_in, placements_of
+from quire.worker.expert_parallel import (
+    Placements,
+    count_experts,
+    find_placements,
+    placement_lists,
+    placements_in,
+    placements_of,
+)
 from quire.worker.parallel_launch import config_fields, launched_group
 from quire.worker.pipeline_stage import StagePlace
 
@@ -138,9 +148,9 @@ class RankConfig:
         return [spec] if size == 1 else [self._shard(spec, rank, placements).local_spec for rank in range(size)]
 
     def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
-        parallel = self.config.parallel
-        context_size = parallel.decode_context_parallel_size
-        return DeviceShard.of(spec, tensor_rank, parallel.shares, self.config.deterministic, placements, context_size)
+        config = self.config
+        options = config.parallel.shares, config.deterministic, placements, config.decode_context_parallel_size
+        return DeviceShard.of(spec, tensor_rank, *options, has_homes=config.enable_dp_attention)
 
     def report(self, rank: int, device: torch.device) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""
@@ -174,6 +184,8 @@ class GpuGroup:
     workers  the other ranks' processes; None: this is a worker
     is_first_on_host  of the ranks there: compiles kernels for all of them
     timeout_s  until the device has run a step; None: all ranks are on this host, where they are watched
+    placements  of the experts of all layers, at first; None: they are not on ranks
+    has_counts  whether the tokens of experts are counted
     """
 
     ranks: DeviceRanks | None
@@ -191,6 +203,8 @@ class GpuGroup:
     others: tuple[CountingCommunicator, ...] = ()
     is_first_on_host: bool = True
     timeout_s: float | None = None
+    placements: Placements | None = None
+    has_counts: bool = False
 
     @classmethod
     def connect(
@@ -228,12 +242,10 @@ class GpuGroup:
         tensor = connect(f"stage{own_name}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
         if tensor is not None:
             hosts = hosts_of(PrefixStore(f"hosts{own_name}", store), place.tensor_rank, num_ranks)
-            number, member_place = divmod(place.tensor_rank, context_size)
-            shared = tensor if context_size == num_ranks else None
+            (number, own_place), shared = divmod(place.tensor_rank, context_size), tensor
             if 1 < context_size < num_ranks:
-                shared = connect(f"context{stage.index}part{number}", member_place, context_size)
-                others.append(shared)
-            context = None if context_size == 1 or shared is None else ContextRanks(shared, member_place)
+                others.append(shared := connect(f"context{stage.index}part{number}", own_place, context_size))
+            context = None if context_size == 1 else ContextRanks(shared, own_place)
             ranks = DeviceRanks(tensor, told.shard(place), hosts, context)
         if num_copies > 1:
             others.append(connect(f"rows{place.tensor_rank}", copy, num_copies))
@@ -252,7 +264,9 @@ class GpuGroup:
             host_store = PrefixStore("host", store)
             host = TorchCommunicator.gloo(host_store, *place_of_all, check=barrier.check, hostname=member.address)
         of_host = host, barrier, moves, told.slots_file
-        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, rows, tuple(others), is_first, timeout_s)
+        placements = placements_of(told.expert_ranks, told.spec())
+        further = rows, tuple(others), is_first, timeout_s, placements, counts_experts(told.config)
+        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, *further)
 
     def page_share(self, memory: MemoryPlan) -> PageShare | None:
         """Return what this rank has of the pages of the host tier; None: there is none."""
@@ -281,6 +295,19 @@ class GpuGroup:
     @property
     def _communicators(self) -> list[CountingCommunicator]:
         return [each for each in (self.tensor, self.stages, *self.others) if each is not None]
+
+    def gather_counts(self, own: Sequence[RoutingCounts | None]) -> list[RoutingCounts | None]:
+        """Return the tokens of the experts of all layers, given those of this rank's stage; every rank calls this."""
+        assert self.stage is not None
+        place, numbers = self.places[self.rank], count_experts(self.stage.spec)
+        tokens = torch.zeros(len(self.stage.spec.layers), max(numbers.values()), dtype=torch.int64)
+        for layer, counts in enumerate(own if place.tensor_rank == 0 else (), place.stage.start):
+            if counts is not None:
+                tokens[layer, : len(counts.tokens)] = torch.tensor(counts.tokens)
+        self.host.all_reduce(tokens)
+        rows: list[list[int]] = tokens.tolist()
+        found = [RoutingCounts(row[: numbers.get(layer, 0)], (0, 0, 0, 0.0)) for layer, row in enumerate(rows)]
+        return [counts if counts.tokens else None for counts in found]
 
     def collectives(self) -> dict[str, CollectiveStats]:
         """Return what this rank has exchanged on its device."""

@@ -107,6 +107,8 @@ class Follower:
                     self._executor.logits_of(self._hidden[place][first:last], numbers)
             elif call is Call.MOVE_PAGES:
                 self._executor.move_pages(0, *decode_page_moves(message))
+            elif call is Call.COUNT_EXPERTS:
+                self._group.gather_counts(self._executor.own_expert_counts())
             elif call is Call.USE_BLOCKS:
                 self._executor.use_blocks(message.arrays[0].tolist())
             else:

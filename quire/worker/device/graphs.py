@@ -22,25 +22,28 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class GraphKey(NamedTuple):
-    """What a CUDA graph is for: so many sequences, padding included, of any length; how they are sampled; and whether some
-    have LoRA adapters."""
+    """What a CUDA graph is for: so many sequences, padding included, of any length; how they are sampled; whether some have
+    LoRA adapters; and how many are at each home, padding included, 0: sequences have no homes."""
 
     num_rows: int
     sampling: Sampling
     has_adapters: bool = False
+    home_rows: int = 0
 
     def __str__(self) -> str:
-        return f"{self.num_rows} sequences ({self.sampling}{', adapters' if self.has_adapters else ''})"
+        more = (", adapters" if self.has_adapters else "") + (f", {self.home_rows} at a home" if self.home_rows else "")
+        return f"{self.num_rows} sequences ({self.sampling}{more})"
 
 
 class GraphGrid:
     """The keys that there are: few, so that few steps are recorded; a step takes the next larger one.
 
     samplings  those of the steps, what takes most memory first
+    num_homes  ranks that sequences live at; 1: they have no homes
     """
 
-    def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3]) -> None:
-        self._samplings = samplings
+    def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3], num_homes: int = 1) -> None:
+        self._samplings, self._num_homes = samplings, num_homes
         most = min(max_num_seqs, _ROWS[-1])
         self._rows = [*(count for count in _ROWS if count < most), most]
 
@@ -52,11 +55,25 @@ class GraphGrid:
     @property
     def keys(self) -> list[GraphKey]:
         """All keys, the one whose step takes most memory first."""
-        return [GraphKey(count, sampling) for count in reversed(self._rows) for sampling in self._samplings]
+        found = product(reversed(self._rows), self._samplings)
+        return [
+            GraphKey(count, sampling, False, at_home) for count, sampling in found for at_home in reversed(self._at_home(count))
+        ]
 
-    def key(self, num_rows: int, sampling: Sampling) -> GraphKey:
-        """Return the smallest key that holds a step; num_rows <= max_rows."""
-        return GraphKey(next(count for count in self._rows if count >= num_rows), sampling)
+    def key(self, num_rows: int, sampling: Sampling, most_at_home: int = 0) -> GraphKey:
+        """Return the smallest key that holds a step; num_rows <= max_rows; most_at_home: sequences of one home at most."""
+        count = self._least(num_rows)
+        return GraphKey(count, sampling, False, next(rows for rows in self._at_home(count) if rows >= most_at_home))
+
+    def _at_home(self, num_rows: int) -> list[int]:
+        """Return for how many sequences of each home there are steps: equally many, twice as many, or all."""
+        if self._num_homes == 1:
+            return [0]
+        even = -(-num_rows // self._num_homes)
+        return sorted({self._least(min(count, num_rows)) for count in (even, 2 * even, num_rows)})
+
+    def _least(self, num_rows: int) -> int:
+        return next(count for count in self._rows if count >= num_rows)
 
 
 ShortRuns = Literal["any", "single", "none"]

@@ -47,6 +47,7 @@ class HostStep:
     states            rows of recurrent states, as in DeviceStateRows, on the host; None: the model has none
     adapters          [T] i32 the number of each token's LoRA adapter, -1: none; None: no token has one
     window_slots      slots in the window group; None: there is none, or they are -1 as `slots` are
+    homes             [S] i64, the rank that each sequence lives at, see homes.py; None: at none
     """
 
     counts: tuple[int, ...]
@@ -63,6 +64,7 @@ class HostStep:
     states: tuple[list[int], list[int], list[int]] | None = None
     adapters: NDArray[np.int32] | None = None
     window_slots: NDArray[np.int64] | None = None
+    homes: NDArray[np.int64] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -156,14 +158,13 @@ def fill_decode_slots(arrays: Mapping[str, NDArray[np.generic]], step: HostStep,
     The arrays may be longer: sequences of the batch slot padding_row, which see and store nothing, are added.
     """
     count, num_rows = len(step.counts), len(arrays["rows"])
-    if count > num_rows or not step.is_decode:
+    if count > num_rows or len(step.given_ids) != count:
         raise InvariantError(f"{count} sequences of a step cannot be padded to {num_rows}")
-    for name in ("rows", "token_rows", "sampled_rows"):
-        arrays[name][:count] = step.rows
-        arrays[name][count:] = padding_row
+    for name, rows in (("rows", step.rows), ("token_rows", step.rows), ("sampled_rows", step.sampled_rows)):
+        _write(arrays[name], rows, padding_row)
     _fill_adapters(arrays, step)
     arrays["query_starts"][:] = np.arange(num_rows + 1)
-    arrays["logit_rows"][:] = np.arange(num_rows)
+    arrays["logit_rows"][:] = np.arange(len(arrays["logit_rows"]))
 
 
 def fill_places(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:

@@ -128,11 +128,15 @@ def most_staged_bytes(
     table_width: int,
     has_windows: bool = False,
     vocab_size: int = 0,
+    num_homes: int = 1,
 ) -> int:
     """Return the bytes of all staged arrays of the largest step; table_width: entries of a block table, of both groups."""
     num_seqs, num_tokens, num_drafts = sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_num_drafts
     tiles = tuple((num_seqs, num_tokens) for _ in tile_kinds)
     steps = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0, has_states, True, has_windows)]
+    if num_homes > 1:  # each may have padding for as many sequences as all, and tokens have places among all
+        num_rows = num_homes * num_seqs
+        steps = [MixedSizes(2 * num_tokens + num_rows, num_seqs + num_rows, (), num_drafts > 0)]
     largest = [key._replace(has_adapters=True) for key in prompts.keys[:1]]
     steps += [padded_sizes(key, num_seqs, tile_kinds, has_states, has_windows) for key in largest]
     of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)

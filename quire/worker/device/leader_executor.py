@@ -20,6 +20,7 @@ from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_routing import RoutingCounts
 from quire.model.lora.adapter import Adapter
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.barrier import AbortReason
@@ -200,6 +201,13 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See GpuStepExecutor."""
         with self._scope():
             return super().expert_stats()
+
+    def _expert_counts(self) -> list[RoutingCounts | None]:
+        """See GpuStepExecutor. With stages every rank counts its layers, when it has run what was launched."""
+        if self._stage is None or not self._group.has_counts:
+            return super()._expert_counts()
+        self._workers.ring.send([Call.COUNT_EXPERTS])
+        return self._group.gather_counts(self.own_expert_counts())
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""

@@ -31,7 +31,7 @@ from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.device.stages import device_stages, place_of
-from quire.worker.expert_parallel import find_placements
+from quire.worker.expert_parallel import count_experts, expert_parameters, find_placements
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import (
     DEVICE_BLOCK_SIZE,
@@ -278,7 +278,8 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, own, cached, ranks = None, shapes, spec, list[tuple[StagePlace, ModelSpec]]()
+    place, own, cached, whole = None, shapes, spec, spec
+    ranks = list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
         stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
         places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
@@ -302,11 +303,22 @@ def estimate_memory(
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks)
-    further = tier_staging_bytes(config, kv, page_shares) + gathered_bytes(config, kv, max_model_len)
-    usage = replace(usage, activation_bytes=usage.activation_bytes + further)
+    num_beside = tier_staging_bytes(config, kv, page_shares) + moving_bytes(config, whole, shapes)
+    num_beside += gathered_bytes(config, kv, max_model_len)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + num_beside)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+
+
+def moving_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the memory of a GPU that experts take while they move: two of the largest, dense; 0 where none move.
+
+    shapes  of all parameters of the whole model
+    """
+    if not config.enable_eplb:
+        return 0
+    return 2 * DTYPE_BYTES[spec.dtype] * max(expert_parameters(shapes, layer) for layer in count_experts(spec))
 
 
 def device_kv_spec(config: EngineConfig, spec: ModelSpec, has_windows: bool) -> KvSpec:
@@ -350,8 +362,8 @@ def _part_of(
     is_tied = "lm_head.weight" not in shapes
     if place.num_tensor_ranks > 1:
         shares, placements = config.parallel.shares, find_placements(config, spec)
-        context_size = config.decode_context_parallel_size
-        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, placements, context_size)
+        options = shares, config.deterministic, placements, config.decode_context_parallel_size
+        shard = DeviceShard.of(spec, place.tensor_rank, *options, has_homes=config.enable_dp_attention)
         shapes, spec, cached = shard.shapes(), shard.local_spec, shard.cached_spec
     return place.stage.select(shapes, is_tied), spec, cached
 
@@ -455,27 +467,29 @@ def plan_device_memory(
     has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
                     GPU has it for nothing else, and prefixes stay cached in what sequences leave
     draft_block_bytes
-                    what drafts keep under each block
+                    what drafts keep under each block, also under those of other homes
     Raises ConfigError, with the numbers and what to change, where nothing is left.
     """
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
     num_states, num_checkpoints = count_states(config, kv)
     state_bytes = num_states * kv.bytes_per_state
-    all_bytes, size = kv.pool_bytes(1, 1), config.decode_context_parallel_size  # of a block of each group
+    all_bytes = kv.pool_bytes(1, 1)  # of a block of each group
     spare_bytes = num_spare_blocks(config) * all_bytes
     room = available - usage.weight_bytes - usage.activation_bytes - state_bytes - spare_bytes
+    num_homes, num_places = config.parallel.num_homes, config.decode_context_parallel_size
+    num_pools = num_homes * num_places
+    unit = block_unit(config, kv.block_size) // num_pools
     given = given_blocks(config, kv, max(1, all_bytes))
-    if given is not None and config.num_kv_blocks is None:
-        given *= size
+    if given is not None and config.num_kv_blocks is not None:
+        given //= num_pools
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
-    unit = block_unit(config, kv.block_size)
-    block_bytes = max(1, all_bytes + draft_block_bytes)  # 0 without attention
-    num_blocks = min(-(-wanted // unit) * unit, room // block_bytes * size) if given is None else given
-    num_blocks = num_blocks // unit * unit
+    wanted = -(-(MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)) // (num_pools * unit)) * unit
+    block_bytes = max(1, all_bytes + num_homes * draft_block_bytes)  # 0 without attention
+    num_blocks = min(wanted, room // block_bytes) if given is None else given  # of this rank
+    num_blocks = num_pools * (num_blocks // unit * unit)
     used = usage.weight_bytes, usage.activation_bytes + spare_bytes
-    states = num_states, num_checkpoints
-    plan = MemoryPlan(available, *used, kv, num_blocks, max_model_len, *states, num_block_places=size)
+    known = available, *used, kv, num_blocks, max_model_len, num_states, num_checkpoints
+    plan = MemoryPlan(*known, num_block_places=num_places, num_homes=num_homes)
     if num_blocks >= 1 and kv.window_tokens is not None:
         plan = divide_blocks(config, plan, num_batched_tokens, draft_block_bytes, has_own_memory)
     if num_blocks < 1 or plan.kv_bytes + plan.num_kv_blocks * draft_block_bytes > room:

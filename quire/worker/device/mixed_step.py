@@ -94,17 +94,29 @@ class StepShape(NamedTuple):
     context_lens  of each sequence, with them
     has_trees     whether drafts are trees
     has_adapters  whether some tokens have LoRA adapters
+    home_sequences  of each home, in this order, see homes.py; empty: sequences have no homes
     """
 
     counts: tuple[int, ...]
     context_lens: tuple[int, ...]
     has_trees: bool = False
     has_adapters: bool = False
+    home_sequences: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, step: HostStep) -> StepShape:
+    def of(cls, step: HostStep, home_sequences: tuple[int, ...] = ()) -> StepShape:
         """Return that of a step."""
-        return cls(step.counts, tuple(step.context_lens.tolist()), step.trees is not None, step.adapters is not None)
+        flags = step.trees is not None, step.adapters is not None
+        return cls(step.counts, tuple(step.context_lens.tolist()), *flags, home_sequences)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The arrays of a step whose sequences have homes, beside those of exact_sizes."""
+        if not self.home_sequences:
+            return []
+        # Sequences of padding have no context.
+        num_tokens = sum(count for count, length in zip(self.counts, self.context_lens, strict=True) if length > 0)
+        return [Part("home_places", torch.int64, num_tokens)]
 
 
 def exact_sizes(

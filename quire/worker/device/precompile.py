@@ -50,6 +50,7 @@ class Order(NamedTuple):
     head           what is compiled instead of the model: a head beside it
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
     num_redundant  copies of experts in a layer, with expert parallelism; None: without
+    has_homes      ranks attend to sequences of their own
     """
 
     folder: Path
@@ -63,12 +64,14 @@ class Order(NamedTuple):
     head: ServedHead | None = None
     shares: tuple[float, ...] = (1.0,)
     num_redundant: int | None = None
+    has_homes: bool = False
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
+        of_ranks = self.shares, self.num_redundant
         return ServedModel(
-            self.spec, parameters, policy, self.is_in_order, self.shares, self.num_redundant, self.kv.layer_dtypes
+            self.spec, parameters, policy, self.is_in_order, *of_ranks, self.kv.layer_dtypes, has_homes=self.has_homes
         )
 
     def variants(self) -> list[Variant]:

@@ -74,13 +74,14 @@ def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
     kind, of_key, arrays = _CHANGES, [0, 0, 0, 0], list[NDArray[np.generic]]()
     has_adapters = any(each is not None and each.has_adapters for each in (call.key, call.shape))
     if isinstance(call.key, GraphKey):
-        kind, of_key = _DECODE, [call.key.num_rows, SAMPLINGS.index(call.key.sampling), 0, 0]
+        kind, of_key = _DECODE, [call.key.num_rows, SAMPLINGS.index(call.key.sampling), call.key.home_rows, 0]
     elif isinstance(call.key, PromptKey):
         runs = SHORT_RUNS.index(call.key.short_runs)
         kind, of_key = _PROMPTS, [call.key.num_tokens, call.key.max_context_len, runs, call.key.has_trees]
     elif call.shape is not None:
         kind, of_key = _ONE_BY_ONE, [call.shape.has_trees, 0, 0, 0]
-        arrays = [np.array(call.shape.counts, np.int32), np.array(call.shape.context_lens, np.int32)]
+        lengths = call.shape.counts, call.shape.context_lens, call.shape.home_sequences
+        arrays = [np.array(each, np.int32) for each in lengths]
     sampled = [SAMPLINGS.index(call.sampling), call.num_sampled, call.keeps_hidden]
     return [Call.STAGED, kind, *of_key, has_adapters, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
 
@@ -92,12 +93,12 @@ def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
     key: GraphKey | PromptKey | None = None
     shape: StepShape | None = None
     if kind == _DECODE:
-        key = GraphKey(of_key[0], SAMPLINGS[of_key[1]], has_adapters)
+        key = GraphKey(of_key[0], SAMPLINGS[of_key[1]], has_adapters, of_key[2])
     elif kind == _PROMPTS:
         key = PromptKey(of_key[0], of_key[1], SHORT_RUNS[of_key[2]], bool(of_key[3]), has_adapters)
     elif kind == _ONE_BY_ONE:
-        counts, lengths = (tuple(array.tolist()) for array in message.arrays[2:])
-        shape = StepShape(counts, lengths, bool(of_key[0]), has_adapters)
+        counts, lengths, homes = (tuple(array.tolist()) for array in message.arrays[2:])
+        shape = StepShape(counts, lengths, bool(of_key[0]), has_adapters, homes)
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
     call = StagedCall(

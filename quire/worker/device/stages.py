@@ -47,8 +47,6 @@ def check_device_stages(config: EngineConfig, spec: ModelSpec) -> None:
     what: list[str] = []
     if config.enable_lora:
         what.append("LoRA adapters (enable_lora)")
-    if config.save_expert_load is not None:
-        what.append("counts of experts (save_expert_load)")
     if spec.has_recurrent_state:
         what.append(f"layers with a recurrent state ({spec.model_type})")
     if spec.per_layer_inputs is not None or spec.altup is not None:

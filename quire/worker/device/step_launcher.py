@@ -27,6 +27,7 @@ from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.device_sampler import DeviceSampler, SampledRows
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.homes import Homes, by_home, decode_at_home, step_at_home
 from quire.worker.device.host_step import (
     HostStep,
     Sampling,
@@ -62,7 +63,7 @@ from quire.worker.device.mixed_step import (
 )
 from quire.worker.device.sampling_table import SamplingTable
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
-from quire.worker.device.staging import Staged, Staging, waits_by
+from quire.worker.device.staging import Part, Staged, Staging, waits_by
 
 
 class StepLauncher:
@@ -94,25 +95,26 @@ class StepLauncher:
         self.padding_slot = sizes.num_slots
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
-        self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings)
-        self._has_exact_decode = isinstance(decoder, DeviceDecoder) and not decoder.records_decode
-        has_exact_prompts = isinstance(decoder, DeviceDecoder) and not decoder.records_prompts
-        is_recording = graphs.is_recording and library is None and not has_exact_prompts
+        self._homes = Homes.of(decoder)
+        self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings, self._homes.size)
+        is_recording = graphs.is_recording and library is None and decoder.records_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
             specs = self._stage.rank_specs
             self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
         most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
-        most_tokens = most_recorded if is_recording else 0
+        # With homes steps with prompts are not recorded: each home would be padded to the tokens that one may have.
+        most_tokens = most_recorded if is_recording and self._homes.size == 1 else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
         self._tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
         most = self.grid.max_rows
+        most_in_step = self._homes.size * most
         # What CUDA graphs read and write besides their staged arrays.
-        most_slots = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
+        most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
-        self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
+        self._step_ids = torch.zeros(max(most_in_step, most_tokens), dtype=torch.int64, device=device)
         most_rows = (most_tokens, most) if self.samples else (0, 0)
         self._hidden = torch.empty(most_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
@@ -125,12 +127,11 @@ class StepLauncher:
                 for each, name in itertools.product(attention, formats)
             }
         )
-        self._staging = Staging(
-            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows, spec.vocab_size),
-            device,
-            wait,
-            sizes.num_stages,
-        )
+        # With homes each rank lists the tiles of its own sequences.
+        self._staged_kinds = self.tile_kinds if self._homes.size == 1 else []
+        of_model = self.has_states, width, self._has_windows, spec.vocab_size, self._homes.size
+        num_bytes = most_staged_bytes(sizes, self.prompts, self._staged_kinds, *of_model)
+        self._staging = Staging(num_bytes, device, wait, sizes.num_stages)
         self._frames: dict[GraphKey | PromptKey, Frame] = {}
 
     @property
@@ -183,7 +184,7 @@ class StepLauncher:
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
         is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
-        if is_padded and not self._has_exact_decode:
+        if is_padded and self._decoder.records_decode:
             return self._launch_decode(step, sampling, changes, kept)
         return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
@@ -254,18 +255,26 @@ class StepLauncher:
         else:
             # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
             step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
+            if key.home_rows:
+                step = replace(step, homes=np.arange(key.num_rows) // key.home_rows)
             self._staging.wait()
             self._launch_decode(step, key.sampling, BlockTableUpdates([]), KEEP_NOTHING)
 
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
-        count = len(step.counts)
-        key = self.grid.key(count, sampling)._replace(has_adapters=step.adapters is not None)
+        count, order = len(step.counts), None
+        if self._homes.size > 1:
+            key = self.grid.key(count, sampling, int(np.bincount(self._homes.homes_of(step)).max()))
+            step, order = by_home(step, self._homes, self.padding_slot, key.home_rows)
+        else:
+            key = self.grid.key(count, sampling)._replace(has_adapters=step.adapters is not None)
         frame = self._decode_frame(key)
         host = frame.staged.host
         own = b"" if step.adapters is None else step.adapters.tobytes()
         slots = (key, self.sampling_table.num_changes, step.rows.tobytes(), own)
         if self._staging.holds != slots:
             fill_decode_slots(host, step, self.padding_slot)
+            if order is not None:
+                order.fill(host)
             self.sampling_table.fill(host)
             self._staging.holds = slots
         fill_places(host, step)
@@ -292,16 +301,21 @@ class StepLauncher:
         if frame is not None:
             return frame
         num_rows = key.num_rows
-        parts = token_parts(num_rows, num_rows, self.has_states, key.has_adapters, self._has_windows)
+        num_tokens = self._homes.size * key.home_rows or num_rows
+        parts = token_parts(num_tokens, num_tokens, self.has_states, key.has_adapters, self._has_windows)
+        if key.home_rows:
+            parts.append(Part("home_places", torch.int64, num_rows))
         staged = self._staging.arrange([*parts, *sampled_parts(num_rows, key.sampling)])
         arrays = staged.device
-        ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
+        ids, tables = self._step_ids[:num_tokens], self._step_tables[:num_tokens]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
 
         def run() -> None:
             of_sequences = self._halves(tables)[0], self._sizes.max_model_len, states_of(arrays)
             step = self._completed(DeviceAttentionMetadata.of_decode(*places, *of_sequences), arrays, tables)
             self._take_inputs(ids, tables, arrays)
+            if key.home_rows:
+                step = decode_at_home(step, arrays["home_places"], self._homes)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             if not self.samples:
                 return
@@ -315,18 +329,22 @@ class StepLauncher:
     def _launch_mixed(
         self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
     ) -> Launched:
-        num_tokens, num_sampled = len(step.given_ids), len(step.logit_rows)
-        lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
+        num_tokens, num_sampled, order = len(step.given_ids), len(step.logit_rows), None
+        if self._homes.size > 1:
+            step, order = by_home(step, self._homes, self.padding_slot)
+        lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self._staged_kinds]
         key = None
         if num_tokens <= most_recorded_tokens:
             key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
             key = None if key is None else key._replace(has_adapters=step.adapters is not None)
-        shape = StepShape.of(step) if key is None else None
+        shape = StepShape.of(step, () if order is None else order.sequences) if key is None else None
         call = StagedCall(ChangeCounts.of(changes), key, shape, sampling, num_sampled, kept.hidden)
         staged, sampled = self._arrange_mixed(call, lists)
         self._staging.holds = None
         fill(staged.host, step, self.padding_slot)
-        fill_tiles(staged.host, step, lists, self.tile_kinds)
+        fill_tiles(staged.host, step, lists, self._staged_kinds)
+        if order is not None:
+            order.fill(staged.host)
         fill_sampled(sampled.host, step)
         self.sampling_table.fill(sampled.host)
         logits, hidden = self._call(call, sampled.end, changes, lists)
@@ -369,7 +387,7 @@ class StepLauncher:
             self._send(0, call.changes)
             return None, None
         if call.shape is not None and not lists:
-            lists = [list_tiles(call.shape.counts, *kind, call.shape.context_lens) for kind in self.tile_kinds]
+            lists = [list_tiles(call.shape.counts, *kind, call.shape.context_lens) for kind in self._staged_kinds]
         staged, sampled = self._arrange_mixed(call, lists)
         self._send(sampled.end, call.changes)
         exchange = self._exchange(len(staged.device["positions"]))
@@ -414,7 +432,8 @@ class StepLauncher:
         if isinstance(call.key, PromptKey):
             staged = self._prompt_frame(call.key).staged
         elif call.shape is not None:
-            staged = self._staging.arrange(exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts)
+            parts = exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts
+            staged = self._staging.arrange([*parts, *call.shape.parts])
         else:
             raise InvariantError("a step with prompts is recorded, or has a shape")
         return staged, self._staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
@@ -427,6 +446,9 @@ class StepLauncher:
         ids = torch.empty(sum(shape.counts), dtype=torch.int64, device=device)
         tables = torch.empty(len(shape.counts), self._tables.shape[1], dtype=torch.int32, device=device)
         self._take_inputs(ids, tables, arrays)
+        if shape.home_sequences:
+            own_step = step_at_home(shape, arrays, tables, self._homes, self._library)
+            return self._decoder.forward(ids, arrays["positions"], own_step, self._pool)
         device_step = exact_step(shape, arrays, self._halves(tables)[0], lists, self.tile_kinds, self._library)
         return self._decoder.forward(ids, arrays["positions"], self._completed(device_step, arrays, tables), self._pool)
 
@@ -497,9 +519,12 @@ class StepLauncher:
                 self._staging.send(start)
             return
         staged = self._staging.arrange(change_parts(*changes), start)
+        arrays = staged.device
+        if self._homes.size > 1:
+            pool = self._pool.num_blocks, self._pool.spec.block_size
+            changes, arrays = self._homes.own_changes(staged, changes, pool)
         if staged.end:
             self._staging.send(staged.end)
-        arrays = staged.device
         if changes.num_processor_rows or changes.num_processor_words:
             self._sampler.update(arrays)
         if changes.num_moved:

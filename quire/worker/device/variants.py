@@ -49,6 +49,7 @@ class ServedModel(NamedTuple):
     shares       of tensor-parallel ranks: the part of rank 0 is served
     num_redundant  copies of experts in a layer, with expert parallelism; None: without
     kv_dtypes    of each layer's cache, see KvSpec.layer_dtypes
+    has_homes    ranks attend to sequences of their own
     """
 
     spec: ModelSpec
@@ -58,6 +59,7 @@ class ServedModel(NamedTuple):
     shares: tuple[float, ...] = (1.0,)
     num_redundant: int | None = None
     kv_dtypes: tuple[KvDtype, ...] = ()
+    has_homes: bool = False
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
@@ -196,7 +198,7 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
         placements = None
         if model.num_redundant is not None:
             placements = linear_placements(model.spec, model.num_redundant, model.shares)
-        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, placements)
+        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, placements, has_homes=model.has_homes)
         ranks = DeviceRanks(_NoExchange(len(model.shares)), shard)
     options = model.policy, model.is_in_order, ranks
     return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, *options)

@@ -102,9 +102,17 @@ def test_windows_start_anew_when_the_engine_has_slept(tmp_path, kind):
     llm.close()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_prefix_cache_is_emptied_and_the_host_tier_keeps_its_pages(folder, level):
-    llm = LLM(str(folder), **OPTIONS, kv_host_bytes=1 << 22, kv_save="all")
+@pytest.mark.parametrize(
+    ("level", "ranks"),
+    [
+        (1, {}),
+        (2, {}),
+        pytest.param(2, {"tensor_parallel_size": 2}, marks=[needs_native, pytest.mark.slow]),
+        pytest.param(2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=[needs_native, pytest.mark.slow]),
+    ],
+)
+def test_prefix_cache_is_emptied_and_the_host_tier_keeps_its_pages(folder, level, ranks):
+    llm = LLM(str(folder), **OPTIONS, **ranks, kv_host_bytes=1 << 22, kv_save="all")
     engine = llm.llm_engine
     expected = tokens_of(llm)
     llm.sleep(level)

@@ -274,11 +274,6 @@ def test_what_context_parallel_ranks_do_not_run_is_refused(options, message):
         LLM("demo", **options)
 
 
-def test_homes_on_gpus_are_refused():
-    with pytest.raises(ConfigError, match="enable_dp_attention is for ranks on CPUs, but the model runs on cuda:0"):
-        check_dp_attention(EngineConfig(model="demo", **LAYOUTS["homes-2"]), None, "cuda:0")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -301,6 +296,22 @@ def test_what_context_parallel_ranks_on_gpus_do_not_run_is_refused(options, mess
     check_context_parallel(EngineConfig(model="demo", **LAYOUTS["tokens-2"]), spec, "cuda:0")
     with pytest.raises(ConfigError, match=message):
         check_context_parallel(EngineConfig(model="demo", **options), spec, "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (LAYOUTS["homes-2-of-2"], "dp_attention_size is 2, but the model runs on cuda:0, where a home is one rank"),
+        (
+            {**LAYOUTS["homes-2"], "speculative_config": {"method": "eagle3", "model": "demo-eagle3"}},
+            "eagle3 reads the inputs of layers, of which a rank on cuda:0",
+        ),
+        ({**LAYOUTS["homes-2"], "num_kv_blocks": 33}, "num_kv_blocks is 33, .* must be a multiple of 2"),
+    ],
+)
+def test_homes_that_gpus_do_not_run_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_dp_attention(EngineConfig(model="demo", **options), inspect_model(EngineConfig(model="demo")).spec, "cuda:0")
 
 
 @pytest.mark.parametrize("layout", ["tokens-2", "rows-2", "homes-2"])

@@ -50,7 +50,6 @@ def _config(**options):
         ({"expert_placement": "balanced"}, "expert_placement is 'balanced' and expert_load None"),
         ({"expert_load": "load.json"}, "expert_placement is 'linear' and expert_load 'load.json'"),
         ({"expert_placement": "x.json", "num_redundant_experts": 2}, "num_redundant_experts is 2, but the file of expert_plac"),
-        ({"enable_eplb": True, "pipeline_parallel_size": 2}, "enable_eplb and pipeline_parallel_size 2: both together"),
         ({"tensor_parallel_size": 1}, "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all"),
         (
             {"tensor_parallel_size": 1, "prefill_context_parallel_size": 2},
@@ -94,6 +93,10 @@ def test_options_that_do_not_fit_each_other_are_refused(options, text):
         ({"num_redundant_experts": 17}, "num_redundant_experts must be at most 16 for 16 experts on 2 ranks.*got 17"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4 attention heads, got 5"),
         ({"save_expert_load": "/nowhere/load.json"}, "save_expert_load is '/nowhere/load.json', but its folder does not exist"),
+        (
+            {"enable_eplb": True, "pipeline_parallel_size": 2},
+            "enable_eplb and pipeline_parallel_size 2: both together are not supported on CPUs",
+        ),
         ({"expert_placement": "/nowhere/x.json"}, "expert placement /nowhere/x.json cannot be read"),
         ({"block_size": 8}, "needs the native kernels, which do not run a block_size of 8"),
     ],

@@ -377,10 +377,6 @@ def test_the_idle_share_of_each_stage_is_measured():
         ({"pipeline_parallel_size": 2, "pipeline_layers": (8, 0)}, "pipeline_layers must be integers >= 1, got 0"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": (3, 4)}, r"add up to the model's 8 layers, got 3 \+ 4 = 7"),
         ({"pipeline_layers": (3, 5)}, "one number for each of the 1 stages"),
-        (
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
-            "enable_eplb and pipeline_parallel_size 2: both together are not supported",
-        ),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
         ({"pipeline_parallel_size": 2, "speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' runs"),

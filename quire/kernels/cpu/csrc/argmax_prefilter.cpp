@@ -28,13 +28,13 @@ constexpr i32 MOST_FAILURES = 8;
 struct Copying {
     const Kernels& kernels;
     const Weight& head;
-    ScreenCopy to;
+    Int8HeadPanels to;
     std::atomic<bool> has_memory{true};
 };
 
 void copy_shares(void* argument, Worker& worker) {
     Copying& copying = *static_cast<Copying*>(argument);
-    ScreenCopy to = copying.to;
+    Int8HeadPanels to = copying.to;
     to.lines = thread_scratch(static_cast<i64>(copying.head.k + UNIT_INPUTS) * 32);
     if (to.lines == nullptr) {
         copying.has_memory = false;
@@ -49,15 +49,15 @@ bool is_less(const Candidate& a, const Candidate& b) { return a.most < b.most; }
 
 }  // namespace
 
-bool suits_screen(const NativeWeight& head) {
+bool suits_int8_head(const NativeWeight& head) {
     const Weight& w = head.weight;
     const bool is_dense = w.format == Format::bf16 || w.format == Format::bf12 || w.format == Format::f32 || w.format == Format::f16;
     return is_dense && w.bias == nullptr && w.columns == nullptr && w.k <= 60000;
 }
 
-Screen::Screen(const Kernels& kernels, const NativeWeight& head, int num_threads)
+Int8Head::Int8Head(const Kernels& kernels, const NativeWeight& head, int num_threads)
     : weight("u8", head.weight.n, head.weight.k, std::min(GROUP, head.weight.k), std::min(GROUP, head.weight.k)) {
-    if (!suits_screen(head)) throw std::invalid_argument("a head is screened that is dense and has no bias");
+    if (!suits_int8_head(head)) throw std::invalid_argument("a head with an int8 copy is dense and has no bias");
     const i64 bytes = panels_of(head.weight) * 16 * static_cast<i64>(sizeof(float));
     weight.column_scales = Part::of(bytes);
     errors = Part::of(bytes);
@@ -72,14 +72,14 @@ Screen::Screen(const Kernels& kernels, const NativeWeight& head, int num_threads
     for (i32 n = 0; n < head.weight.n; ++n) is_bounded = is_bounded && error[n] + size[n] < MAX_LENGTH;
 }
 
-void Screening::begin(const Kernels& kernels, const NativeWeight& head, const Screen& screen, i32 num_rows, int num_threads) {
+void ArgmaxPrefilter::begin(const Kernels& kernels, const NativeWeight& head, const Int8Head& int8_head, i32 num_rows, int num_threads) {
     kernels_ = &kernels;
     head_ = &head;
-    screen_ = &screen;
+    int8_head_ = &int8_head;
     num_rows_ = num_rows;
     const size_t size = static_cast<size_t>(num_rows), places = size * num_threads;
     const i32 room = std::max(LEAST_ROOM, ROOM / num_threads);
-    bytes_.prepare(*kernels.linear, screen.weight.weight, num_rows);
+    bytes_.prepare(*kernels.linear, int8_head.weight.weight, num_rows);
     alone_.resize(std::max(alone_.size(), static_cast<size_t>(num_threads)));
     for (PackedMemory& one : alone_) one.prepare(*kernels.linear, head.weight, 1);
     row_size_.assign(size, 0.0f);
@@ -95,10 +95,10 @@ void Screening::begin(const Kernels& kernels, const NativeWeight& head, const Sc
     redone_value_.reserve(places);
     redone_index_.reserve(places);
     whole_.prepare(*kernels.linear, head.weight, num_rows);
-    state_ = {screen.error, screen.size, row_size_.data(), row_error_.data(), least_.data(), count_.data(), room, kept_.data()};
+    state_ = {int8_head.error, int8_head.size, row_size_.data(), row_error_.data(), least_.data(), count_.data(), room, kept_.data()};
 }
 
-LinearJob Screening::job(const Weight& weight, const Packed& input, Finish finish, const HeadRows& rows) const {
+LinearJob ArgmaxPrefilter::job(const Weight& weight, const Packed& input, Finish finish, const HeadRows& rows) const {
     LinearJob j;
     j.weight = &weight;
     j.input = &input;
@@ -106,23 +106,23 @@ LinearJob Screening::job(const Weight& weight, const Packed& input, Finish finis
     j.is_near = rows.is_near;
     j.best_value = rows.best_value;
     j.best_index = rows.best_index;
-    j.screen = &state_;
+    j.prefilter = &state_;
     return j;
 }
 
-bool Screening::is_redone(i32 row, int num_threads) const {
+bool ArgmaxPrefilter::is_redone(i32 row, int num_threads) const {
     const i32* const counts = count_.data() + static_cast<i64>(row) * num_threads;
     return std::any_of(counts, counts + num_threads, [](i32 count) { return count < 0; });
 }
 
-void Screening::measure(const HeadRows& rows, i32 row, int num_threads) {
+void ArgmaxPrefilter::measure(const HeadRows& rows, i32 row, int num_threads) {
     kernels_->linear->measure_row(bytes_.packed, row, rows.values + row * rows.stride, input_kind(head_->weight.format), &row_size_[row], &row_error_[row]);
     if (row_size_[row] < MAX_LENGTH && row_error_[row] < MAX_LENGTH) return;
     std::fill_n(count_.data() + static_cast<i64>(row) * num_threads, num_threads, -1);
 }
 
 // Compute the candidates of a row in falling order of their upper bounds, until none of the rest can be the maximum.
-void Screening::choose(const Worker& worker, const HeadRows& rows, i32 row) {
+void ArgmaxPrefilter::choose(const Worker& worker, const HeadRows& rows, i32 row) {
     if (is_redone(row, worker.size)) return;
     std::vector<Candidate>& left = left_[worker.rank];
     const i64 first = static_cast<i64>(row) * worker.size;
@@ -147,7 +147,7 @@ void Screening::choose(const Worker& worker, const HeadRows& rows, i32 row) {
 }
 
 // Compute all outputs of the rows that have too many candidates or no usable bounds.
-void Screening::redo(Worker& worker, const HeadRows& rows) {
+void ArgmaxPrefilter::redo(Worker& worker, const HeadRows& rows) {
     const i32 k = head_->weight.k;
     if (worker.rank == 0) {
         for (i32 row = 0; row < rows.count; ++row)
@@ -172,7 +172,7 @@ void Screening::redo(Worker& worker, const HeadRows& rows) {
     });
 }
 
-void Screening::find(Worker& worker, const HeadRows& rows) {
+void ArgmaxPrefilter::find(Worker& worker, const HeadRows& rows) {
     // All rows of some inputs: words of a tile's rows lie side by side, and no two threads should write to one line.
     const i32 k = bytes_.packed.k;
     each_item(worker, ceil_div(k, GROUP), [&](i64 item) {
@@ -180,14 +180,14 @@ void Screening::find(Worker& worker, const HeadRows& rows) {
         kernels_->linear->pack_rows(bytes_.packed, 0, rows.count, rows.values, rows.stride, part * GROUP, std::min(k, (part + 1) * GROUP));
     });
     each_item(worker, rows.count, [&](i64 row) { measure(rows, static_cast<i32>(row), worker.size); });
-    const LinearJob copy = job(screen_->weight.weight, bytes_.packed, Finish::screen, rows);
+    const LinearJob copy = job(int8_head_->weight.weight, bytes_.packed, Finish::prefilter, rows);
     kernels_->linear->linear(worker, &copy, 1);
     barrier(worker);
     each_item(worker, rows.count, [&](i64 row) { choose(worker, rows, static_cast<i32>(row)); });
     redo(worker, rows);
 }
 
-void Screening::end() {
+void ArgmaxPrefilter::end() {
     if (num_redone() * 4 <= num_rows_) {
         num_failures_ = 0;
         return;
@@ -196,7 +196,7 @@ void Screening::end() {
     sleep_left_ = 1 << num_failures_;
 }
 
-bool Screening::is_wanted() {
+bool ArgmaxPrefilter::is_wanted() {
     if (sleep_left_ == 0) return true;
     --sleep_left_;
     return false;

@@ -100,7 +100,7 @@ static i64 target_cost(const AttentionJob& job, const Shape& shape, const Batch&
 // A thread takes its next item early while more items than this are left for each thread.
 constexpr i64 RESERVED_ITEMS = 4;
 
-// A step's work, which every thread walks through in order.
+// A step's work, which every thread goes through in order.
 struct Work {
     const AttentionJob* job;
     const Batch* batch;
@@ -121,8 +121,8 @@ static Work work_of(const AttentionJob& job, const Batch& batch, int num_threads
     return work;
 }
 
-// Where a walk stands: the sequence that holds an item. Items may only be sought in rising order.
-struct Walk {
+// The sequence that holds an item. Items may only be sought in rising order.
+struct SequenceCursor {
     const Work* work;
     i32 sequence;
     Share share;
@@ -142,33 +142,33 @@ struct Walk {
     }
 };
 
-static Walk walk_of(const Work& work, u8* partials, bool is_merging) {
-    Walk walk = {&work, 0, {}, 0, partials, is_merging};
-    if (work.batch->num_sequences > 0) walk.enter();
-    return walk;
+static SequenceCursor cursor_of(const Work& work, u8* partials, bool is_merging) {
+    SequenceCursor cursor = {&work, 0, {}, 0, partials, is_merging};
+    if (work.batch->num_sequences > 0) cursor.enter();
+    return cursor;
 }
 
 // The tile at `place`, the last tokens first: they see most, and the end of a step shall not wait for a long one.
-static Tile tile_at(const Walk& walk, i64 place, i32& position) {
-    const AttentionJob& job = *walk.work->job;
-    const Batch& batch = *walk.work->batch;
-    const Shape& shape = walk.work->shape;
-    const i32 unit = static_cast<i32>(place / walk.share.num_tiles);
-    const i32 index = walk.share.num_tiles - 1 - static_cast<i32>(place % walk.share.num_tiles);
-    const i32 start = batch.query_starts[walk.sequence], stop = batch.query_starts[walk.sequence + 1];
-    const i32 first = start + index * walk.share.tile_tokens, last = smaller(first + walk.share.tile_tokens, stop);
+static Tile tile_at(const SequenceCursor& cursor, i64 place, i32& position) {
+    const AttentionJob& job = *cursor.work->job;
+    const Batch& batch = *cursor.work->batch;
+    const Shape& shape = cursor.work->shape;
+    const i32 unit = static_cast<i32>(place / cursor.share.num_tiles);
+    const i32 index = cursor.share.num_tiles - 1 - static_cast<i32>(place % cursor.share.num_tiles);
+    const i32 start = batch.query_starts[cursor.sequence], stop = batch.query_starts[cursor.sequence + 1];
+    const i32 first = start + index * cursor.share.tile_tokens, last = smaller(first + cursor.share.tile_tokens, stop);
     const i32 slice = unit % shape.slices * MAX_HEADS;
     Tile tile;
-    tile.blocks = batch.block_tables + walk.sequence * batch.table_stride;
+    tile.blocks = batch.block_tables + cursor.sequence * batch.table_stride;
     tile.first_token = first;
     tile.kv_head = unit / shape.slices;
     tile.first_head = tile.kv_head * shape.group + slice;
     tile.num_heads = smaller(MAX_HEADS, shape.group - slice);
     tile.num_rows = (last - first) * tile.num_heads;
-    const i32 num_drafts = batch.num_drafts == nullptr ? 0 : batch.num_drafts[walk.sequence];
+    const i32 num_drafts = batch.num_drafts == nullptr ? 0 : batch.num_drafts[cursor.sequence];
     tile.ancestors = num_drafts == 0 ? nullptr : batch.ancestors + first;
-    tile.tree_start = batch.context_lens[walk.sequence] - num_drafts;
-    position = batch.context_lens[walk.sequence] - (stop - first);
+    tile.tree_start = batch.context_lens[cursor.sequence] - num_drafts;
+    position = batch.context_lens[cursor.sequence] - (stop - first);
     i32 least = position + 1, end = position + last - first;
     if (tile.ancestors != nullptr) {
         least = end = seen_end(tile, position, 0);
@@ -184,19 +184,19 @@ static Tile tile_at(const Walk& walk, i64 place, i32& position) {
 }
 
 // The chunks of a tile that a part of it takes.
-static Span part_of(const Walk& walk, const Tile& tile, i64 item) {
-    const int part = static_cast<int>((item - walk.first_item) % walk.share.parts);
+static Span part_of(const SequenceCursor& cursor, const Tile& tile, i64 item) {
+    const int part = static_cast<int>((item - cursor.first_item) % cursor.share.parts);
     const i32 count = tile.chunks.end - tile.chunks.begin;
-    return {static_cast<i32>(share_start(count, part, walk.share.parts)), static_cast<i32>(share_start(count, part + 1, walk.share.parts))};
+    return {static_cast<i32>(share_start(count, part, cursor.share.parts)), static_cast<i32>(share_start(count, part + 1, cursor.share.parts))};
 }
 
 // The keys that an item reads first.
-static Ahead first_keys(const Walk& walk, i64 item) {
-    const KvLayer& kv = walk.work->job->kv;
+static Ahead first_keys(const SequenceCursor& cursor, i64 item) {
+    const KvLayer& kv = cursor.work->job->kv;
     i32 position;
-    const Tile tile = tile_at(walk, (item - walk.first_item) / walk.share.parts, position);
-    const i32 first = larger(tile.begin / RUN * RUN, (tile.chunks.begin + part_of(walk, tile, item).begin) * CHUNK);
-    const i32 length = walk.work->batch->context_lens[walk.sequence];
+    const Tile tile = tile_at(cursor, (item - cursor.first_item) / cursor.share.parts, position);
+    const i32 first = larger(tile.begin / RUN * RUN, (tile.chunks.begin + part_of(cursor, tile, item).begin) * CHUNK);
+    const i32 length = cursor.work->batch->context_lens[cursor.sequence];
     Ahead ahead;
     for (i32 i = 0; i < GROUP; ++i) {
         const i32 token = smaller(first + i * RUN, (length - 1) / RUN * RUN);
@@ -206,8 +206,8 @@ static Ahead first_keys(const Walk& walk, i64 item) {
     return ahead;
 }
 
-QUIRE_INLINE Partial partial_of(const Walk& walk, i64 place, i32 chunk) {
-    return partial_at(walk.partials + (place * walk.share.chunks + chunk) * walk.work->shape.partial_bytes);
+QUIRE_INLINE Partial partial_of(const SequenceCursor& cursor, i64 place, i32 chunk) {
+    return partial_at(cursor.partials + (place * cursor.share.chunks + chunk) * cursor.work->shape.partial_bytes);
 }
 
 template <class Kind>
@@ -221,19 +221,19 @@ static void attend_chunk_of(const AttentionJob& job, const Shape& shape, const T
 
 // A whole tile, or a part of its chunks into partial results.
 template <class Kind>
-static void attend_item(const Walk& walk, i64 item, Space& space, const Ahead* following) {
-    const AttentionJob& job = *walk.work->job;
-    const Shape& shape = walk.work->shape;
-    const i64 place = (item - walk.first_item) / walk.share.parts;
+static void attend_item(const SequenceCursor& cursor, i64 item, Space& space, const Ahead* following) {
+    const AttentionJob& job = *cursor.work->job;
+    const Shape& shape = cursor.work->shape;
+    const i64 place = (item - cursor.first_item) / cursor.share.parts;
     i32 position;
-    Tile tile = tile_at(walk, place, position);
+    Tile tile = tile_at(cursor, place, position);
     tile.following = following;
-    const auto [begin, end] = part_of(walk, tile, item);
+    const auto [begin, end] = part_of(cursor, tile, item);
     if (begin == end) return;
     prepare_rows<Kind>(job, shape, tile, position, space);
-    if (walk.share.parts > 1) {
+    if (cursor.share.parts > 1) {
         for (i32 chunk = begin; chunk < end; ++chunk)
-            attend_chunk_of<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(walk, place, chunk));
+            attend_chunk_of<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(cursor, place, chunk));
         return;
     }
     reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
@@ -244,15 +244,15 @@ static void attend_item(const Walk& walk, i64 item, Space& space, const Ahead* f
     finish(job, shape, tile, space.total, space.merge);
 }
 
-static void merge_item(const Walk& walk, i64 item, Space& space) {
-    const Shape& shape = walk.work->shape;
-    const i64 place = item - walk.first_item;
+static void merge_item(const SequenceCursor& cursor, i64 item, Space& space) {
+    const Shape& shape = cursor.work->shape;
+    const i64 place = item - cursor.first_item;
     i32 position;
-    const Tile tile = tile_at(walk, place, position);
+    const Tile tile = tile_at(cursor, place, position);
     reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
     for (i32 chunk = 0; chunk < tile.chunks.end - tile.chunks.begin; ++chunk)
-        merge(space.total, partial_of(walk, place, chunk), tile.num_rows, shape.padded_dim, space.merge);
-    finish(*walk.work->job, shape, tile, space.total, space.merge);
+        merge(space.total, partial_of(cursor, place, chunk), tile.num_rows, shape.padded_dim, space.merge);
+    finish(*cursor.work->job, shape, tile, space.total, space.merge);
 }
 
 static i64 scratch_bytes(const AttentionJob& job, const Batch& batch, int num_threads) {
@@ -265,8 +265,8 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
     const Work work = work_of(job, batch, worker.size);
     Space space = space_at(job.scratch + worker.rank * work.shape.space_bytes, job, work.shape);
     u8* partials = job.scratch + worker.size * work.shape.space_bytes;
-    Walk walk = walk_of(work, partials, false);
-    Walk before = walk;
+    SequenceCursor cursor = cursor_of(work, partials, false);
+    SequenceCursor before = cursor;
     for (i64 item = next(worker, work.items, 1), then; item < work.items; item = then) {
         // Near the end no thread takes an item early: another thread might be idle.
         const bool is_known = item + RESERVED_ITEMS * worker.size < work.items;
@@ -277,19 +277,19 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
             before.seek(then);
             ahead = first_keys(before, then);
         }
-        walk.seek(item);
+        cursor.seek(item);
         if (job.is_bf16)
-            attend_item<KindBf16>(walk, item, space, has_ahead ? &ahead : nullptr);
+            attend_item<KindBf16>(cursor, item, space, has_ahead ? &ahead : nullptr);
         else
-            attend_item<KindF32>(walk, item, space, has_ahead ? &ahead : nullptr);
+            attend_item<KindF32>(cursor, item, space, has_ahead ? &ahead : nullptr);
         if (!is_known) then = next(worker, work.items, 1);
     }
     barrier(worker);
     if (work.cut_tiles == 0) return;
-    walk = walk_of(work, partials, true);
+    cursor = cursor_of(work, partials, true);
     for (i64 item; (item = next(worker, work.cut_tiles, 1)) < work.cut_tiles;) {
-        walk.seek(item);
-        merge_item(walk, item, space);
+        cursor.seek(item);
+        merge_item(cursor, item, space);
     }
     barrier(worker);
 }

@@ -13,25 +13,25 @@ static_assert(CHUNK == CONTEXT_CHUNK);
 
 // A place in the list of the tiles of a step, and where the partial results of its chunks are in the buffer of its round.
 struct TileCursor {
-    Walk walk;
+    SequenceCursor outer;
     i64 place = 0;   // of the tile in its sequence
     i64 offset = 0;  // in the buffer
 
-    i64 num_tiles() const { return walk.share.items / walk.share.parts; }
-    bool is_end() const { return walk.sequence >= walk.work->batch->num_sequences; }
+    i64 num_tiles() const { return outer.share.items / outer.share.parts; }
+    bool is_end() const { return outer.sequence >= outer.work->batch->num_sequences; }
     i64 chunk_bytes() const {
-        const i64 rows = static_cast<i64>(walk.share.tile_tokens) * smaller(walk.work->shape.group, MAX_HEADS);
-        return (2 * MAX_ROWS + rows * walk.work->shape.padded_dim) * 4;
+        const i64 rows = static_cast<i64>(outer.share.tile_tokens) * smaller(outer.work->shape.group, MAX_HEADS);
+        return (2 * MAX_ROWS + rows * outer.work->shape.padded_dim) * 4;
     }
-    i64 tile_bytes() const { return walk.share.chunks * chunk_bytes(); }
+    i64 tile_bytes() const { return outer.share.chunks * chunk_bytes(); }
     Partial partial(u8* buffer, i32 chunk) const { return partial_at(buffer + offset + chunk * chunk_bytes()); }
     void advance() {
         offset += tile_bytes();
         if (++place < num_tiles()) return;
         place = 0;
         do {
-            if (++walk.sequence >= walk.work->batch->num_sequences) return;
-            walk.enter();
+            if (++outer.sequence >= outer.work->batch->num_sequences) return;
+            outer.enter();
         } while (num_tiles() == 0);
     }
 };
@@ -39,9 +39,9 @@ struct TileCursor {
 static Work context_work(const AttentionJob& job, const Batch& batch) { return {&job, &batch, shape_of(job), 0, 0, 0, 0}; }
 
 static TileCursor first_tile(const Work& work) {
-    TileCursor cursor = {walk_of(work, nullptr, false)};
+    TileCursor cursor = {cursor_of(work, nullptr, false)};
     while (!cursor.is_end() && cursor.num_tiles() == 0)
-        if (++cursor.walk.sequence < work.batch->num_sequences) cursor.walk.enter();
+        if (++cursor.outer.sequence < work.batch->num_sequences) cursor.outer.enter();
     return cursor;
 }
 
@@ -67,7 +67,7 @@ static TileCursor end_of_round(TileCursor cursor, i64 buffer_bytes) {
 }
 
 static bool is_before(const TileCursor& a, const TileCursor& b) {
-    return a.walk.sequence < b.walk.sequence || (a.walk.sequence == b.walk.sequence && a.place < b.place);
+    return a.outer.sequence < b.outer.sequence || (a.outer.sequence == b.outer.sequence && a.place < b.place);
 }
 
 // The chunks of a round's tiles that this rank holds, into the buffer.
@@ -75,19 +75,19 @@ template <class Kind>
 static void attend_own_chunks(Worker& worker, const AttentionJob& job, const ContextJob& context, TileCursor cursor, const TileCursor& end,
                               u8* buffer, Space& space) {
     i64 count = 0;
-    for (TileCursor at = cursor; is_before(at, end); at.advance()) count += at.walk.share.chunks;
-    const Shape& shape = cursor.walk.work->shape;
-    const Batch& batch = *cursor.walk.work->batch;
+    for (TileCursor at = cursor; is_before(at, end); at.advance()) count += at.outer.share.chunks;
+    const Shape& shape = cursor.outer.work->shape;
+    const Batch& batch = *cursor.outer.work->batch;
     i64 item = 0, claimed = next(worker, count, 1);
     for (; is_before(cursor, end) && claimed < count; cursor.advance()) {
-        const i32 chunks = cursor.walk.share.chunks;
+        const i32 chunks = cursor.outer.share.chunks;
         if (claimed >= item + chunks) {
             item += chunks;
             continue;
         }
         i32 position;
-        const Tile tile = tile_at(cursor.walk, cursor.place, position);
-        const i32* owners = context.block_tables + cursor.walk.sequence * batch.table_stride;
+        const Tile tile = tile_at(cursor.outer, cursor.place, position);
+        const i32* owners = context.block_tables + cursor.outer.sequence * batch.table_stride;
         bool is_prepared = false;
         for (i32 chunk = 0; chunk < chunks; ++chunk, ++item) {
             if (item != claimed) continue;
@@ -103,12 +103,12 @@ static void attend_own_chunks(Worker& worker, const AttentionJob& job, const Con
 
 // Tell what this rank has written of a round, in the same order as it is computed.
 static void tell_own_chunks(const AttentionJob& job, const ContextJob& context, TileCursor cursor, const TileCursor& end, u8* buffer) {
-    const Shape& shape = cursor.walk.work->shape;
-    const Batch& batch = *cursor.walk.work->batch;
+    const Shape& shape = cursor.outer.work->shape;
+    const Batch& batch = *cursor.outer.work->batch;
     for (; is_before(cursor, end); cursor.advance()) {
         i32 position;
-        const Tile tile = tile_at(cursor.walk, cursor.place, position);
-        const i32* owners = context.block_tables + cursor.walk.sequence * batch.table_stride;
+        const Tile tile = tile_at(cursor.outer, cursor.place, position);
+        const i32* owners = context.block_tables + cursor.outer.sequence * batch.table_stride;
         for (i32 index = tile.chunks.begin; index < tile.chunks.end; ++index)
             if (owners[index * (CHUNK / job.kv.block_size)] / context.num_local_blocks == context.place)
                 context.wrote(context.argument, cursor.partial(buffer, index - tile.chunks.begin).max, 1, 0,
@@ -119,7 +119,7 @@ static void tell_own_chunks(const AttentionJob& job, const ContextJob& context, 
 // Merge the chunks of those tiles of a round that are this rank's.
 static void merge_tiles(Worker& worker, const AttentionJob& job, const ContextJob& context, TileCursor cursor, const TileCursor& end,
                         u8* buffer, Space& space) {
-    const Shape& shape = cursor.walk.work->shape;
+    const Shape& shape = cursor.outer.work->shape;
     i64 count = 0;
     for (TileCursor at = cursor; is_before(at, end); at.advance()) ++count;
     i64 claimed = next(worker, count, 1);
@@ -128,7 +128,7 @@ static void merge_tiles(Worker& worker, const AttentionJob& job, const ContextJo
         claimed = next(worker, count, 1);
         if (item % context.size != context.place) continue;
         i32 position;
-        const Tile tile = tile_at(cursor.walk, cursor.place, position);
+        const Tile tile = tile_at(cursor.outer, cursor.place, position);
         reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
         for (i32 chunk = 0; chunk < tile.chunks.end - tile.chunks.begin; ++chunk)
             merge(space.total, cursor.partial(buffer, chunk), tile.num_rows, shape.padded_dim, space.merge);
@@ -141,7 +141,7 @@ static void tell_tiles(const AttentionJob& job, const ContextJob& context, TileC
     for (i64 item = 0; is_before(cursor, end); ++item, cursor.advance()) {
         if (item % context.size != context.place) continue;
         i32 position;
-        const Tile tile = tile_at(cursor.walk, cursor.place, position);
+        const Tile tile = tile_at(cursor.outer, cursor.place, position);
         float* out = job.out + tile.first_token * job.out_stride + static_cast<i64>(tile.first_head) * job.kv.head_dim;
         context.wrote(context.argument, out, tile.num_rows / tile.num_heads, job.out_stride, static_cast<i64>(tile.num_heads) * job.kv.head_dim);
     }

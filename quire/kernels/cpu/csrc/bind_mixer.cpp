@@ -33,7 +33,8 @@ void bind_mixer(nb::module_& m) {
     nb::class_<Mixer> mixer(m, "Mixer");
 #define QUIRE_FIELD(name) mixer.def_rw(#name, &Mixer::name)
     QUIRE_FIELD(k_heads); QUIRE_FIELD(v_heads); QUIRE_FIELD(k_dim); QUIRE_FIELD(v_dim); QUIRE_FIELD(taps); QUIRE_FIELD(first_value); QUIRE_FIELD(total_values);
-    QUIRE_FIELD(out); QUIRE_FIELD(part_scales); QUIRE_FIELD(low_z); QUIRE_FIELD(low_a); QUIRE_FIELD(read); QUIRE_FIELD(step_up); QUIRE_FIELD(norm); QUIRE_FIELD(step_norm); QUIRE_FIELD(b_norm); QUIRE_FIELD(c_norm);
+    QUIRE_FIELD(out); QUIRE_FIELD(part_scales); QUIRE_FIELD(low_z); QUIRE_FIELD(low_a); QUIRE_FIELD(read);
+    QUIRE_FIELD(step_up); QUIRE_FIELD(norm); QUIRE_FIELD(step_norm); QUIRE_FIELD(b_norm); QUIRE_FIELD(c_norm);
     QUIRE_FIELD(is_gate_first); QUIRE_FIELD(min_step); QUIRE_FIELD(max_step); QUIRE_FIELD(write_scale);
 #undef QUIRE_FIELD
     mixer

@@ -53,7 +53,8 @@ struct StateRows {
             std::vector<std::pair<i32, i32>> sorted = all[s];
             std::sort(sorted.begin(), sorted.end());
             for (const auto& [tokens, row] : sorted) {
-                if (tokens < 0 || tokens > in.batch.query_starts[s + 1] - in.batch.query_starts[s]) throw std::invalid_argument("a state is saved after " + std::to_string(tokens) + " tokens, which its sequence has not");
+                if (tokens < 0 || tokens > in.batch.query_starts[s + 1] - in.batch.query_starts[s])
+                    throw std::invalid_argument("a state is saved after " + std::to_string(tokens) + " tokens, which its sequence has not");
                 saves.insert(saves.end(), {tokens, row});
             }
             starts.push_back(static_cast<i32>(saves.size() / 2));
@@ -91,7 +92,7 @@ void bind_layer(nb::module_& m) {
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
     QUIRE_FIELD(attn_in); QUIRE_FIELD(attn_out); QUIRE_FIELD(mlp_in); QUIRE_FIELD(mlp_out); QUIRE_FIELD(q_norm); QUIRE_FIELD(k_norm);
     QUIRE_FIELD(v_norm); QUIRE_FIELD(per_layer_gate); QUIRE_FIELD(per_layer_up); QUIRE_FIELD(per_layer_norm); QUIRE_FIELD(output_scale);
-    QUIRE_FIELD(attn_gate); QUIRE_FIELD(mixer); QUIRE_FIELD(mixer_in); QUIRE_FIELD(attention_out_scale); QUIRE_FIELD(mixer_out_scale); QUIRE_FIELD(gate_scale); QUIRE_FIELD(down_scale);
+    QUIRE_FIELD(attn_gate); QUIRE_FIELD(has_head_gate); QUIRE_FIELD(mixer); QUIRE_FIELD(mixer_in); QUIRE_FIELD(attention_out_scale); QUIRE_FIELD(mixer_out_scale); QUIRE_FIELD(gate_scale); QUIRE_FIELD(down_scale);
     QUIRE_FIELD(is_expert_gated); QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
@@ -158,7 +159,8 @@ void bind_lora(nb::module_& m, PlanClass& plan) {
         .def("set_expert", &LoraAdapter::set_expert, "layer"_a, "expert"_a, "module"_a, "a"_a, "b"_a, "The same of an expert, see ExpertModule in lora.h.")
         .def("set_head", &LoraAdapter::set_head, "layer"_a, "head"_a, "module"_a, "a"_a, "b"_a, "The same of a head of latent attention, see HeadModule in lora.h.");
     plan.def_prop_ro("num_layers", &Plan::num_layers).def_prop_ro("num_experts", &Plan::num_experts, "The most that a layer has.")
-        .def_prop_ro("num_latent_heads", &Plan::num_latent_heads, "The most that a layer with latent attention has.").def("set_adapter", &Plan::set_adapter, "number"_a, "adapter"_a.none(), "Set the adapter of a number; None: the number is free.");
+        .def_prop_ro("num_latent_heads", &Plan::num_latent_heads, "The most that a layer with latent attention has.")
+        .def("set_adapter", &Plan::set_adapter, "number"_a, "adapter"_a.none(), "Set the adapter of a number; None: the number is free.");
 }
 
 void bind_setup(PlanClass& plan) {
@@ -171,13 +173,14 @@ void bind_setup(PlanClass& plan) {
         .def_rw("per_layer_norm", &Plan::per_layer_norm)
         .def_rw("num_threads", &Plan::num_threads)
         .def_rw("is_near", &Plan::is_near)
-        .def_rw("screens", &Plan::screens)
-        .def_ro("num_screened", &Plan::num_screened)
+        .def_rw("uses_int8_head", &Plan::uses_int8_head)
+        .def_ro("num_prefiltered", &Plan::num_prefiltered)
         .def("set_embedding", &Plan::set_embedding, "embed"_a, "positions"_a.none(), "scale"_a)
         .def("set_per_layer_inputs", &Plan::set_per_layer_inputs, "embed"_a, "projection"_a, "size"_a, "embed_scale"_a, "projection_scale"_a, "sum_scale"_a)
         .def("set_streams", &Plan::set_streams, "active"_a, "split"_a, "join"_a)
         .def("set_head", &Plan::set_head, "head"_a, "logit_scale"_a, "softcap"_a)
-        .def("screen_head", &Plan::screen_head, nb::call_guard<nb::gil_scoped_release>(), "Keep a copy of the head that finds its best tokens, before finish; return its bytes, 0: there is none.")
+        .def("make_int8_head", &Plan::make_int8_head, nb::call_guard<nb::gil_scoped_release>(),
+             "Keep a copy of the head that finds its best tokens, before finish; return its bytes, 0: there is none.")
         .def("add_layer", &Plan::add_layer, "layer"_a)
         .def("set_angles", [](Plan& p, i32 index, uintptr_t cosine, uintptr_t sine, i64 count, i32 half) {
             p.set_angles(index, reinterpret_cast<const float*>(cosine), reinterpret_cast<const float*>(sine), count, half);
@@ -257,7 +260,8 @@ void bind_steps(PlanClass& plan) {
             p.step(in);
         }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
             "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
-            "layers"_a = 0, "num_layers"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{}, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
+            "layers"_a = 0, "num_layers"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{},
+             nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
     plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
                        i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters, const std::vector<i32>& state_sources, const StateSaves& state_saves) {
@@ -285,7 +289,8 @@ void bind_steps(PlanClass& plan) {
             if (wants_best && in.best == nullptr && p.gives_results()) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
-            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{}, nb::call_guard<nb::gil_scoped_release>(),
+            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{},
+             nb::call_guard<nb::gil_scoped_release>(),
             "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
 
@@ -351,37 +356,39 @@ void bind_results(PlanClass& plan) {
 }
 
 // The argmax prefilter, for its tests.
-i32 screened_best(const Screen& screen, const NativeWeight& head, uintptr_t x, i64 stride, i32 m, uintptr_t best_index, int num_threads, const std::string& isa) {
+i32 prefiltered_best(const Int8Head& int8_head, const NativeWeight& head, uintptr_t x, i64 stride, i32 m, uintptr_t best_index, int num_threads, const std::string& isa) {
     struct Call {
-        Screening screening;
+        ArgmaxPrefilter prefilter;
         HeadRows rows;
         int num_threads = 0;
     } call;
-    if (m < 1 || m > MAX_SCREENED_ROWS) throw std::invalid_argument("so many rows are not screened at once");
+    if (m < 1 || m > MAX_PREFILTER_ROWS) throw std::invalid_argument("the prefilter takes fewer rows at once");
     std::vector<float> values(static_cast<size_t>(m) * num_threads, -__builtin_inff());
     std::vector<i32> indices(static_cast<size_t>(m) * num_threads, -1);
     call.rows = {reinterpret_cast<const float*>(x), stride, m, false, values.data(), indices.data()};
-    call.screening.begin(kernels_for(isa), head, screen, m, num_threads);
+    call.prefilter.begin(kernels_for(isa), head, int8_head, m, num_threads);
     run_team(num_threads, [](void* argument, Worker& worker) {
         Call& c = *static_cast<Call*>(argument);
         if (worker.rank == 0) c.num_threads = worker.size;
-        c.screening.find(worker, c.rows);
+        c.prefilter.find(worker, c.rows);
     }, &call);
     for (i32 row = 0; row < m; ++row) {
         const i64 first = static_cast<i64>(row) * call.num_threads;
         float value = 0.0f;
         reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + first, indices.data() + first, call.num_threads, value);
     }
-    return call.screening.num_redone();
+    return call.prefilter.num_redone();
 }
 
-void bind_screen(nb::module_& m) {
-    nb::class_<Screen>(m, "Screen")
-        .def("__init__", [](Screen* self, const NativeWeight& head, int num_threads, const std::string& isa) { new (self) Screen(kernels_for(isa), head, num_threads); },
+void bind_int8_head(nb::module_& m) {
+    nb::class_<Int8Head>(m, "Int8Head")
+        .def("__init__", [](Int8Head* self, const NativeWeight& head, int num_threads, const std::string& isa) {
+                 new (self) Int8Head(kernels_for(isa), head, num_threads);
+             },
              "head"_a, "num_threads"_a = 1, "isa"_a = "", "The copy of a dense head that tells most outputs that are not the best; see argmax_prefilter.h.")
-        .def_ro("is_bounded", &Screen::is_bounded)
-        .def_prop_ro("num_bytes", &Screen::num_bytes)
-        .def("best", &screened_best, "head"_a, "x"_a, "stride"_a, "m"_a, "best_index"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+        .def_ro("is_bounded", &Int8Head::is_bounded)
+        .def_prop_ro("num_bytes", &Int8Head::num_bytes)
+        .def("best", &prefiltered_best, "head"_a, "x"_a, "stride"_a, "m"_a, "best_index"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
              "Write the best output of each f32 row [m, k], as Finish::best finds it, and return of how many rows all outputs were computed.");
 }
 
@@ -416,5 +423,5 @@ void bind_plan(nb::module_& m) {
     bind_drafts(plan);
     bind_results(plan);
     bind_heads(m);
-    bind_screen(m);
+    bind_int8_head(m);
 }

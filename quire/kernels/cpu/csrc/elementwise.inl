@@ -299,7 +299,8 @@ float share_of_largest(const float* x, i32 n, float largest, float factor) {
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, gate, apply_xielu, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, gate, apply_xielu, route, split_pairs, share_of_largest,
+    simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -1,6 +1,6 @@
 // Linear layers over packed weights: one accumulation order per output, whatever the number of rows.
 //
-// A tile is R rows by P panels of 16 outputs; its accumulators stay in registers while it walks the inputs. The tile shape
+// A tile is R rows by P panels of 16 outputs; its accumulators stay in registers while it reads the inputs. The tile shape
 // decides only how often weights are read, never the order of a sum. Few rows use more panels at once (more memory
 // streams); many rows use two, so that a broadcast input is used twice.
 #include "simd.h"
@@ -42,9 +42,9 @@ struct Unit {
     i64 expanded_bytes() const { return static_cast<i64>(job.weight->k) * 32; }
 };
 
-// The panels that a unit computes side by side: slot i of step s. Each slot walks panels that follow one another in memory, so that
+// The panels that a unit computes side by side: slot i of step s. Each slot takes panels that follow one another in memory, so that
 // a prefetch past the end of one is the beginning of the next.
-struct Walk {
+struct PanelOrder {
     i32 first, count, steps;
 
     i32 panel(int slot, i32 step) const { return first + slot * steps + step; }
@@ -83,13 +83,13 @@ QUIRE_INLINE void set_dense(Tile& tile, float* out, i32 rows) {
 }
 
 // Compute the panels of a step for the rows of a tile into `out` [width][R][16], or where they belong; is_second: of the second weight.
-void run_panels(const Unit& unit, Tile& tile, bool is_second, const Walk& walk, i32 step, int width, TilePlace place, i32 pass, float* out) {
+void run_panels(const Unit& unit, Tile& tile, bool is_second, const PanelOrder& order, i32 step, int width, TilePlace place, i32 pass, float* out) {
     const Weight& w = is_second ? *unit.job.second : *unit.job.weight;
-    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, walk.panel(i, step), pass, is_second ? width + i : i);
+    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, order.panel(i, step), pass, is_second ? width + i : i);
     if (unit.is_direct) {
         const LinearJob& job = unit.job;
-        tile.out = job.out + place.first_row * job.out_stride + walk.panel(0, step) * 16;
-        tile.panel_stride = static_cast<i64>(walk.steps) * 16;
+        tile.out = job.out + place.first_row * job.out_stride + order.panel(0, step) * 16;
+        tile.panel_stride = static_cast<i64>(order.steps) * 16;
         tile.row_stride = job.out_stride;
     } else {
         set_dense(tile, out, place.rows);
@@ -105,10 +105,10 @@ QUIRE_INLINE void expand(const Weight& w, i32 panel, u8* lines) {
 }
 
 // Convert the panels of a step to bf16.
-void expand_step(const Unit& unit, const Walk& walk, i32 step, int width) {
+void expand_step(const Unit& unit, const PanelOrder& order, i32 step, int width) {
     for (int i = 0; i < width; ++i) {
-        expand(*unit.job.weight, walk.panel(i, step), unit.expanded + i * unit.expanded_bytes());
-        if (unit.job.finish == Finish::gate) expand(*unit.job.second, walk.panel(i, step), unit.expanded + (width + i) * unit.expanded_bytes());
+        expand(*unit.job.weight, order.panel(i, step), unit.expanded + i * unit.expanded_bytes());
+        if (unit.job.finish == Finish::gate) expand(*unit.job.second, order.panel(i, step), unit.expanded + (width + i) * unit.expanded_bytes());
     }
 }
 
@@ -123,18 +123,18 @@ QUIRE_INLINE void prefetch_finish(const Worker& worker, const LinearJob& job, co
 }
 
 // All rows of a few panels: one or more passes, after the first from the caches.
-void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int width) {
+void run_step(const Unit& unit, Tile& tile, const PanelOrder& order, i32 step, int width) {
     alignas(64) float buffer[2 * MAX_ACCUMULATORS * 16];
     const LinearJob& job = unit.job;
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
     for (int i = 0; i < width; ++i) {
-        prefetch_finish(unit.worker, job, *job.weight, walk.panel(i, step));
-        if (is_gated) prefetch_finish(unit.worker, job, *job.second, walk.panel(i, step));
-        prefetch_low_rank(job.low_rank, walk.panel(i, step));
-        prefetch_low_rank(job.second_low_rank, walk.panel(i, step));
+        prefetch_finish(unit.worker, job, *job.weight, order.panel(i, step));
+        if (is_gated) prefetch_finish(unit.worker, job, *job.second, order.panel(i, step));
+        prefetch_low_rank(job.low_rank, order.panel(i, step));
+        prefetch_low_rank(job.second_low_rank, order.panel(i, step));
     }
-    if (unit.expanded != nullptr) expand_step(unit, walk, step, width);
+    if (unit.expanded != nullptr) expand_step(unit, order, step, width);
     for (i32 row = unit.first_row, pass = row / x.tile_rows; row < unit.last_row; row += x.tile_rows, ++pass) {
         const TilePlace place = {row, smaller(x.tile_rows, x.m - row)};
         set_input(tile, x, place);
@@ -142,16 +142,16 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
         const i64 half = static_cast<i64>(width) * place.rows * 16;
         if (is_gated && 2 * width <= MAX_PANELS && is_tile(*job.weight, place.rows, 2 * width, unit.expanded != nullptr)) {
             // Gate and up side by side: twice the streams from memory.
-            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, walk.panel(i, step), pass, width + i);
-            for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, walk.panel(i, step), pass, i);
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, order.panel(i, step), pass, width + i);
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, order.panel(i, step), pass, i);
             set_dense(tile, buffer, place.rows);
             run_tile(2 * width, tile_kind(unit), place.rows, tile);
         } else {
-            run_panels(unit, tile, false, walk, step, width, place, pass, buffer);
-            if (is_gated) run_panels(unit, tile, true, walk, step, width, place, pass, buffer + half);
+            run_panels(unit, tile, false, order, step, width, place, pass, buffer);
+            if (is_gated) run_panels(unit, tile, true, order, step, width, place, pass, buffer + half);
         }
         for (int i = 0; i < width && !unit.is_direct; ++i)
-            finish_panel(unit.worker, job, walk.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
+            finish_panel(unit.worker, job, order.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
     }
 }
 
@@ -171,9 +171,9 @@ QUIRE_INLINE i32 unit_panels(const LinearJob& job) { return width_of(job, is_exp
 void run_panels_of(const Unit& unit, Tile& tile, i32 width) {
     i32 done = 0;
     for (; width > 0; width /= 2) {
-        const Walk walk = {unit.first + done, unit.count - done, (unit.count - done) / width};
-        for (i32 step = 0; step < walk.steps; ++step) run_step(unit, tile, walk, step, width);
-        done += walk.steps * width;
+        const PanelOrder order = {unit.first + done, unit.count - done, (unit.count - done) / width};
+        for (i32 step = 0; step < order.steps; ++step) run_step(unit, tile, order, step, width);
+        done += order.steps * width;
     }
 }
 
@@ -181,7 +181,8 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
     Tile tile;
     set_weight(tile, *job.weight);
     i32 width = unit_panels(job);
-    Unit unit = {worker, job, first, count, nullptr, groups_of(job.weight->k, is_float8(job.weight->format) ? job.weight->block : job.weight->group), ceil_div(job.input->m, job.input->tile_rows), 0, false, is_direct(job)};
+    const i32 group = is_float8(job.weight->format) ? job.weight->block : job.weight->group;
+    Unit unit = {worker, job, first, count, nullptr, groups_of(job.weight->k, group), ceil_div(job.input->m, job.input->tile_rows), 0, false, is_direct(job)};
     while ((1 << unit.pass_shift) < unit.num_passes) ++unit.pass_shift;
     unit.is_near = job.is_near && job.input->m <= MAX_NEAR_ROWS && unit.num_passes == 1 && (job.weight->format == Format::bf16 || job.weight->format == Format::u8);
     const Packed& x = *job.input;

@@ -127,8 +127,8 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
             for (i32 r = 0; r < place.rows; ++r)
                 note_best(job, static_cast<i64>(place.first_row + r) * worker.size + worker.rank, panel, lanes, scaled(y + r * 16));
             break;
-        case Finish::screen:
-            screen_panel(worker, job, panel, place.first_row, place.rows, lanes, scaled.scale, y);
+        case Finish::prefilter:
+            prefilter_panel(worker, job, panel, place.first_row, place.rows, lanes, scaled.scale, y);
             break;
         case Finish::store:
             for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16), lanes);

@@ -21,7 +21,7 @@ QUIRE_INLINE F32 outputs_at(const u8* lines, i32 k) {
 }
 
 template <Format FORMAT>
-void copy_panel(const Weight& head, const u8* lines, i32 panel, const ScreenCopy& to) {
+void copy_panel(const Weight& head, const u8* lines, i32 panel, const Int8HeadPanels& to) {
     const F32 factor = head.column_scale == nullptr ? set1(1.0f) : load(head.column_scale + panel * 16);
     const i32 k = head.k;
     F32 largest = zero();
@@ -53,7 +53,7 @@ void copy_panel(const Weight& head, const u8* lines, i32 panel, const ScreenCopy
     store(to.size + panel * 16, size * slack);
 }
 
-void copy_panels(const Weight& head, i32 first, i32 last, const ScreenCopy& to) {
+void copy_panels(const Weight& head, i32 first, i32 last, const Int8HeadPanels& to) {
     for (i32 panel = first; panel < last; ++panel) {
         const u8* lines = head.data + panel * head.panel_bytes;
         switch (head.format) {
@@ -100,22 +100,22 @@ bool drop_candidates(Candidate* kept, i32 room, i32& count, float least) {
 }
 
 // Process a panel of the copy's outputs, [R][16].
-void screen_panel(const Worker& worker, const LinearJob& job, i32 panel, i32 first_row, i32 rows, const Mask& lanes, const F32& scale, const float* y) {
-    const ScreenRows& screen = *job.screen;
-    const F32 error = load(screen.error + panel * 16), size = load(screen.size + panel * 16);
+void prefilter_panel(const Worker& worker, const LinearJob& job, i32 panel, i32 first_row, i32 rows, const Mask& lanes, const F32& scale, const float* y) {
+    const PrefilterRows& state = *job.prefilter;
+    const F32 error = load(state.error + panel * 16), size = load(state.size + panel * 16);
     for (i32 r = 0; r < rows; ++r) {
         const i64 row = first_row + r, at = row * worker.size + worker.rank;
-        if (screen.count[at] < 0) continue;
+        if (state.count[at] < 0) continue;
         const F32 value = load(y + r * 16) * scale;
-        const F32 off = fma(error, set1(screen.row_size[row]), size * set1(screen.row_error[row]));
+        const F32 off = fma(error, set1(state.row_size[row]), size * set1(state.row_error[row]));
         const F32 most = value + off;
-        if (bits((most >= set1(screen.least[at])) & lanes) == 0) continue;
+        if (bits((most >= set1(state.least[at])) & lanes) == 0) continue;
         const F32 lowest = set1(-__builtin_inff());
         const float sure = max_lanes(select(lanes, value - off, lowest));
-        if (sure > screen.least[at]) screen.least[at] = sure;
-        Candidate* const kept = screen.kept + at * screen.room;
-        i32& count = screen.count[at];
-        if (count == screen.room && !drop_candidates(kept, screen.room, count, screen.least[at])) {
+        if (sure > state.least[at]) state.least[at] = sure;
+        Candidate* const kept = state.kept + at * state.room;
+        i32& count = state.count[at];
+        if (count == state.room && !drop_candidates(kept, state.room, count, state.least[at])) {
             count = -1;
             continue;
         }

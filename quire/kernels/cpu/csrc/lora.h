@@ -9,7 +9,12 @@ namespace quire {
 
 // The linear layers that can be adapted. With latent attention, k is the projection to the cached row. The head's pair is that of
 // the layer after the last one. A mixer has mix_in and up to five further parts of its inputs, see Mixer in plan.h.
-enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, shared_scale, mix_in, mix_low_z = 19, mix_low_a, mix_read, mix_step, mix_out, attn_gate, index_q, index_k, index_weights, latent_in, latent_out, block_out, block_q_in, block_k_in, block_v_in, block_q_out, block_k_out, block_v_out, block_gate_in, block_up_in, block_gate_out, block_up_out, head };
+enum class LoraModule : i32 {
+    q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, shared_scale,
+    mix_in, mix_low_z = 19, mix_low_a, mix_read, mix_step, mix_out, attn_gate,
+    index_q, index_k, index_weights, latent_in, latent_out, block_out, block_q_in, block_k_in, block_v_in, block_q_out, block_k_out, block_v_out,
+    block_gate_in, block_up_in, block_gate_out, block_up_out, head,
+};
 constexpr i32 NUM_LORA_MODULES = 42;
 // What an adapter of kv_b adds to the two products of a head of latent attention, see Latent in plan.h.
 enum class HeadModule : i32 { key_up, value_up };

@@ -21,7 +21,8 @@ Norm length_norm(i32 dim, float divisor) {
 
 void Plan::finish_mixer(PlanLayer& l) {
     Mixer& m = *l.mixer;
-    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel || (l.is_mixed() && l.attn_out.is_present) || (!m.part_scales.empty() && m.part_scales.size() != m.in.size()))
+    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel ||
+        (l.is_mixed() && l.attn_out.is_present) || (!m.part_scales.empty() && m.part_scales.size() != m.in.size()))
         throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
     const i32 inputs[] = {6, 3, 5, 2};  // of each kind
     if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)

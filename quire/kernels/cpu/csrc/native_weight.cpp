@@ -243,7 +243,8 @@ Part Part::of(i64 size) {
 }
 
 i64 NativeWeight::num_bytes() const {
-    return static_cast<i64>(exceptions.size() * sizeof(Exception)) + memory.bytes + scales.bytes + offsets.bytes + block_scales.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
+    return static_cast<i64>(exceptions.size() * sizeof(Exception)) + memory.bytes + scales.bytes + offsets.bytes +
+           block_scales.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
 }
 
 }  // namespace quire

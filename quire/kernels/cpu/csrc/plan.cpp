@@ -79,11 +79,11 @@ void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float
     softcap_ = softcap;
 }
 
-i64 Plan::screen_head() {
-    if (!suits_screen(*head_)) return 0;
-    screen_ = std::make_unique<Screen>(*kernels_used, *head_, num_threads);
-    if (!screen_->is_bounded) screen_ = nullptr;
-    return screen_ == nullptr ? 0 : screen_->num_bytes();
+i64 Plan::make_int8_head() {
+    if (!suits_int8_head(*head_)) return 0;
+    int8_head_ = std::make_unique<Int8Head>(*kernels_used, *head_, num_threads);
+    if (!int8_head_->is_bounded) int8_head_ = nullptr;
+    return int8_head_ == nullptr ? 0 : int8_head_->num_bytes();
 }
 
 void Plan::set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed) {
@@ -172,7 +172,8 @@ void Plan::set_homes(i32 home_size, i32 num_local_blocks) {
 
 void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
     if (!is_sharded() || num_places < 1 || group_.size % num_places != 0 || group_.rank % num_places != place || num_local_blocks < 1)
-        throw std::invalid_argument("rank " + std::to_string(group_.rank) + " of " + std::to_string(group_.size) + " at place " + std::to_string(place) + " of " + std::to_string(num_places));
+        throw std::invalid_argument("rank " + std::to_string(group_.rank) + " of " + std::to_string(group_.size) +
+                                    " at place " + std::to_string(place) + " of " + std::to_string(num_places));
     group_.place = place;
     group_.num_places = num_places;
     group_.num_local_blocks = num_local_blocks;

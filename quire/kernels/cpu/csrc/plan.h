@@ -176,6 +176,7 @@ struct PlanLayer {
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
     float attention_out_scale = 1.0f, mixer_out_scale = 1.0f, gate_scale = 1.0f, down_scale = 1.0f;  // see LayerSpec and MlpSpec
     bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
+    bool has_head_gate = false;    // attn_gate has one output a head, whose softplus multiplies the head
     bool is_parallel = false;      // both blocks read the same residual
     float clip = 0.0f;             // of q, k and v; 0: none
     float query_beta = 0.0f;       // of the factor on queries by their position; 0: none
@@ -265,7 +266,7 @@ public:
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
     // Keep an int8 copy of the head, if possible, to exclude most outputs from the argmax (argmax_prefilter.h); return its bytes.
     // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
-    i64 screen_head();
+    i64 make_int8_head();
     void add_layer(std::shared_ptr<PlanLayer> layer);
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
     void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
@@ -356,8 +357,8 @@ public:
     Norm final_norm, embed_norm, feature_norm, per_layer_norm;
     int num_threads;
     bool is_near = false;  // the weights are expected in a cache
-    bool screens = true;   // whether the head's copy is used
-    i64 num_screened = 0;  // steps in which it was
+    bool uses_int8_head = true;  // whether the head's copy is used
+    i64 num_prefiltered = 0;     // steps in which it was
     const Kernels* kernels_used;
 
 private:
@@ -515,9 +516,9 @@ private:
     std::vector<float> draft_logits_;  // of the passes of a run of drafts
     std::vector<float> best_values_;   // of a step that gives no logits: [rows][threads]
     std::vector<i32> best_indices_;
-    std::unique_ptr<Screen> screen_;
-    Screening screening_;
-    bool is_screening_ = false;  // in this step
+    std::unique_ptr<Int8Head> int8_head_;
+    ArgmaxPrefilter prefilter_;
+    bool is_prefiltering_ = false;  // in this step
     // Of the last layer, where only wanted rows have queries; the other tokens count as cached.
     Batch last_ask_;
     bool has_last_ask_ = false;

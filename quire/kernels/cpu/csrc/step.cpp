@@ -209,7 +209,13 @@ struct Stepper : StepBlock {
             kernels.attention->attend(worker, a, own);
         if (l.attn_gate) {
             each(num_rows, [&](i64 row) {
-                kernels.elementwise->gate(a.out + row * a.out_stride, plan.gate_rows_ + row * row_stride(plan.gate_size_), l.num_heads * l.head_dim);
+                float* const heads = a.out + row * a.out_stride;
+                const float* const gates = plan.gate_rows_ + row * row_stride(plan.gate_size_);
+                if (!l.has_head_gate) return kernels.elementwise->gate(heads, gates, l.num_heads * l.head_dim);
+                for (i32 head = 0; head < l.num_heads; ++head) {
+                    const float softplus = gates[head] > 20.0f ? gates[head] : std::log1p(std::exp(gates[head]));
+                    kernels.elementwise->scale_and_cap(heads + head * l.head_dim, l.head_dim, softplus, 0.0f);
+                }
             });
         }
         wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
@@ -469,9 +475,9 @@ struct Stepper : StepBlock {
 
     // The best token of `count` rows for each thread.
     void best(const i32* rows, i32 count) {
-        if (plan.is_screening_) {
+        if (plan.is_prefiltering_) {
             each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
-            return plan.screening_.find(worker, {plan.normed_, hidden_stride(), count, plan.is_near, plan.best_values_.data(), plan.best_indices_.data()});
+            return plan.prefilter_.find(worker, {plan.normed_, hidden_stride(), count, plan.is_near, plan.best_values_.data(), plan.best_indices_.data()});
         }
         const Packed input = pack_for_head(rows, count);
         LinearJob head = job(*plan.head_, input, Finish::best, nullptr, 0);
@@ -581,7 +587,7 @@ void Plan::step(const StepInput& given) {
         set_layer(0);
         if (is_aborted()) throw std::runtime_error("the group of ranks is aborted");
         if (!computes_results()) {
-            if (input.best != nullptr && is_screening_) screening_.end();
+            if (input.best != nullptr && is_prefiltering_) prefilter_.end();
             return;
         }
     }
@@ -597,7 +603,7 @@ void Plan::step(const StepInput& given) {
         const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, call.num_threads, value);
         input.best[row] = std::isfinite(value) ? found : -1;
     }
-    if (input.best != nullptr && is_screening_) screening_.end();
+    if (input.best != nullptr && is_prefiltering_) prefilter_.end();
 }
 
 void Plan::logits(const i32* rows, i32 count, float* out) {

@@ -21,7 +21,7 @@ void Plan::share_best(const StepInput& input, int num_threads_used) {
     }
     group_.wrote(rank_best_values_ + group_.rank, input.num_logit_rows, group_.size, 1);
     group_.wrote(reinterpret_cast<float*>(rank_best_indices_) + group_.rank, input.num_logit_rows, group_.size, 1);
-    if (is_screening_) screening_.end();
+    if (is_prefiltering_) prefilter_.end();
 }
 
 void Plan::meet_ranks() {
@@ -48,9 +48,9 @@ void Plan::begin_best(i32 num_rows) {
     const size_t places = static_cast<size_t>(num_rows) * num_threads;
     best_values_.assign(places, -__builtin_inff());
     best_indices_.assign(places, -1);
-    is_screening_ = screens && screen_ != nullptr && num_rows > 0 && num_rows <= MAX_SCREENED_ROWS && screening_.is_wanted();
-    num_screened += is_screening_;
-    if (is_screening_) screening_.begin(*kernels_used, *head_, *screen_, num_rows, num_threads);
+    is_prefiltering_ = uses_int8_head && int8_head_ != nullptr && num_rows > 0 && num_rows <= MAX_PREFILTER_ROWS && prefilter_.is_wanted();
+    num_prefiltered += is_prefiltering_;
+    if (is_prefiltering_) prefilter_.begin(*kernels_used, *head_, *int8_head_, num_rows, num_threads);
 }
 
 void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_windowed) {

@@ -26,7 +26,7 @@ struct LinearTable {
     // Write row n of a weight as f32 (an embedding lookup).
     void (*unpack_row)(const Weight& weight, i32 n, float* out);
     // Copy panels [first, last) of a head in bytes.
-    void (*copy_panels)(const Weight& head, i32 first, i32 last, const ScreenCopy& to);
+    void (*copy_panels)(const Weight& head, i32 first, i32 last, const Int8HeadPanels& to);
     // The length and the error of a row that was packed as bytes from `values`; kind: the form in which the head reads it. See
     // argmax_prefilter.h.
     void (*measure_row)(const Packed& bytes, i32 row, const float* values, Format kind, float* size, float* error);

@@ -107,7 +107,7 @@ enum class Finish : i32 {
     activate = 3,  // out[m][n] = activation(y)
     multiply = 4,  // out[m][n] *= y
     best = 5,   // no out: the largest y of each row and its n, the lowest of equal ones
-    screen = 6,  // no out: the panels that may hold the best output of the head that the weight is a copy of, see ScreenRows
+    prefilter = 6,  // no out: the panels that may hold the best output of the head that the weight is a copy of, see PrefilterRows
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, xielu = 5 };
 
@@ -119,7 +119,7 @@ struct Candidate {
 // The prefilter's (argmax_prefilter.h) data of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the
 // least that the best output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound
 // holds for the row.
-struct ScreenRows {
+struct PrefilterRows {
     const float *error, *size;
     const float *row_size, *row_error;
     float* least;
@@ -130,7 +130,7 @@ struct ScreenRows {
 
 // The destination of a head's copy, panel by panel: codes as of u8, and f32 [N padded to 16] of the rest; `lines` has room for a
 // panel of bf16.
-struct ScreenCopy {
+struct Int8HeadPanels {
     u8* codes;
     i64 panel_bytes;
     i32 group;
@@ -173,7 +173,7 @@ struct LinearJob {
     i64 out_stride = 0;
     float* best_value = nullptr;
     i32* best_index = nullptr;
-    const ScreenRows* screen = nullptr;
+    const PrefilterRows* prefilter = nullptr;
     const LowRankSum *low_rank = nullptr, *second_low_rank = nullptr;  // added to the results of `weight` and `second`; null: nothing
 };
 

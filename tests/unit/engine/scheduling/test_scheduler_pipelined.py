@@ -63,13 +63,13 @@ class Stages(FakeDevice):
         assert len(self.uncollected) < self.num_stages
         step = FakeStep(self, plan, allows_next=False)
         self.log.append(("launch", plan.step_id))
-        self._queue.append(step)
+        self.queue.append(step)
         self.between()
         if self.failing_launches():
             step.is_broken = True
             raise MemoryError("no room")
         self.uncollected.append(step)
-        self._run(self.rng.randint(0, len(self._queue)))
+        self._run(self.rng.randint(0, len(self.queue)))
         self.max_rows = max(self.max_rows, len(self.rows))
         return step
 

@@ -355,6 +355,7 @@ if __name__ == "__main__":
     if mode == "ranks":
         for title, is_in_order in itertools.product(("plain", "experts"), (False, True)):
             describe(title, models[title]._replace(is_in_order=is_in_order, shares=(1.0, 1.0)))
+        describe("homes", models["plain"]._replace(shares=(1.0, 1.0), has_homes=True))
         sys.exit()
     for title, plain in models.items():
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):

@@ -105,14 +105,18 @@ def test_tokens_are_those_of_an_engine_without_tiers_when_sequences_run_together
     llm.close()
 
 
-@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_pages_outlive_a_sleep(folder, level):
-    llm, prompts = LLM(str(folder), **OPTIONS | TIER), [PROMPTS[0][:5]]
+def check_sleep(folder, level, **ranks):
+    llm, prompts = LLM(str(folder), **OPTIONS | TIER | ranks), [PROMPTS[0][:5]]
     expected, _ = run(llm, prompts)
     llm.sleep(level)
     llm.wake_up()
     assert run(llm, prompts) == (expected, [4])
     llm.close()
+
+
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_pages_outlive_a_sleep(folder, level):
+    check_sleep(folder, level)
 
 
 def check_prefill_engine(folder, tmp_path, monkeypatch, **options):
@@ -165,6 +169,13 @@ def rank_threads(monkeypatch):
             open_host_tier(executor, *arguments)
 
     monkeypatch.setattr(GpuStepExecutor, "open_host_tier", open_with_streams)
+
+
+@pytest.mark.slow
+@needs_ranks
+@pytest.mark.parametrize("sizes", [RANKS, STAGES])
+def test_pages_outlive_a_sleep_without_the_ranks(folder, rank_threads, sizes):
+    check_sleep(folder, 2, **sizes)
 
 
 @needs_ranks

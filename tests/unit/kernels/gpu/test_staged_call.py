@@ -25,6 +25,10 @@ CALLS = {
     "decode with adapters": StagedCall(ChangeCounts(), GraphKey(8, "plain", True), None, "plain", 8),
     "prompts with adapters": StagedCall(ChangeCounts(), PromptKey(64, 4096, "single", True, True), None, "plain", 1),
     "one by one with adapters": StagedCall(ChangeCounts(), None, StepShape((5, 1), (70, 9), False, True), "cuts", 2),
+    "decode at homes": StagedCall(ChangeCounts(), GraphKey(8, "plain", False, 4), None, "plain", 8),
+    "one by one at homes": StagedCall(
+        ChangeCounts(), None, StepShape((5, 1, 1), (70, 0, 9), home_sequences=(1, 2)), "plain", 2
+    ),
     "trees one by one": StagedCall(ChangeCounts(), None, StepShape((5,), (5,), True), "plain", 0, keeps_hidden=True),
 }
 

@@ -109,13 +109,13 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
         SamplingParams(temperature=0.9, top_k=7, top_p=0.8, max_tokens=3, **COMMON),
     ]
     found, pooled = [], []
-    for size in (1, 2):
-        llm = engine(qwen, size, deterministic=True)
+    for more in ({}, {"size": 2}, HOMES):
+        llm = engine(qwen, deterministic=True, **more)
         found.append(outputs_of(llm, PROMPTS, params))
         pooled.append(llm.embed(PROMPTS[:1], PoolingParams(pooling="mean"), use_tqdm=False)[0].outputs.embedding)
         llm.close()
-    assert found[0] == found[1]
-    assert pooled[0] == pooled[1]
+    assert found[0] == found[1] == found[2]
+    assert pooled[0] == pooled[1] == pooled[2]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
     ("family", "options", "placement"),
     [
         ("qwen3", {"quantization": "int4", **MIXED}, {}),
-        ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2}),
+        ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2, "enable_eplb": True}),
         ("qwen3_moe", {}, {"enable_expert_parallel": True, "decode_context_parallel_size": 2, "num_kv_blocks": 64}),
     ],
 )
@@ -139,18 +139,27 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two
     for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)} | placement):
         llm = engine(folder, deterministic=True, **options, **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
-        ranks = llm.llm_engine.stats.ranks
+        if "enable_eplb" in more:
+            move_experts(llm)
+        found.append(outputs_of(llm, PROMPTS[:1], params[0]))
+        ranks, experts = llm.llm_engine.stats.ranks, llm.llm_engine.stats.experts
         llm.close()
-    assert found[0] == found[1]
+    assert found[:2] == found[2:]
+    assert [each.layer for each in experts] == ([0, 1, 2] if placement else [])
+    assert len({sum(each.tokens) for each in experts}) <= 1  # as many in layers of each stage
     assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
     assert ranks[3].part == "stage 0 (layers 0 to 1), tensor-parallel rank 1"
     assert ranks[0].collectives["recv"].num_calls > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bytes_of_all_rows", [0, 1 << 20], ids=["sent", "all-rows"])
+@pytest.mark.parametrize(
+    ("bytes_of_all_rows", "ranks"),
+    [(0, {"size": 2}), (1 << 20, {"size": 2}), (0, {"size": 3, "enable_dp_attention": True, "num_kv_blocks": 42})],
+    ids=["sent", "all-rows", "sent-homes"],
+)
 def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_experts(
-    tmp_path, threads, bytes_of_all_rows, monkeypatch
+    tmp_path, threads, bytes_of_all_rows, ranks, monkeypatch
 ):
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", bytes_of_all_rows)
     folder = write_checkpoint(tmp_path / "moe", "qwen3_moe")
@@ -158,7 +167,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
     monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
     found, tokens, path = [], [], tmp_path / "load.json"
     common = {"deterministic": True, "quantization": "int8" if bytes_of_all_rows else None}
-    placed = {"size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1, "enable_eplb": True}
+    placed = ranks | {"enable_expert_parallel": True, "num_redundant_experts": 1, "enable_eplb": True}
     for options in ({"size": 1, "save_expert_load": str(path)}, placed):
         llm = engine(folder, **common, **options)
         found.append(outputs_of(llm, PROMPTS, params))
@@ -167,7 +176,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
         found.append(outputs_of(llm, PROMPTS[1:2], params))
         stats = llm.llm_engine.stats.experts
         tokens.append([layer.tokens for layer in stats])
-        assert [sum(layer.rank_tokens) for layer in stats] == [sum(layer.tokens) * (options["size"] - 1) for layer in stats]
+        assert [sum(layer.rank_tokens) for layer in stats] == [sum(layer.tokens) * (options["size"] > 1) for layer in stats]
         if options["size"] > 1:
             counts = llm.llm_engine.stats.ranks[0].collectives
             assert ("all_to_all" in counts) == (bytes_of_all_rows == 0)
@@ -233,29 +242,45 @@ def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family,
 
 
 STAGES = {"size": 1, "pipeline_parallel_size": 2}
+HOMES = {"size": 2, "enable_dp_attention": True}
 
 
-@pytest.mark.parametrize("ranks", [{"size": 2}, pytest.param(STAGES, marks=pytest.mark.slow)], ids=["ranks", "stages"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"size": 2},
+        pytest.param(STAGES, marks=pytest.mark.slow),
+        pytest.param(HOMES | {"num_kv_blocks": 10}, marks=pytest.mark.slow),
+    ],
+    ids=["ranks", "stages", "homes"],
+)
 def test_tokens_are_those_of_the_cpu_when_blocks_are_copied_and_sequences_preempted(qwen, threads, ranks):
     options = {"block_size": 4, "num_kv_blocks": 8, "max_model_len": 24}
     shared = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
     found = []
     for more in ({"device": "cpu"}, ranks):
-        llm = engine(qwen, **options, **more)
-        found.append([tokens_of(llm, PROMPTS[:1], shared), tokens_of(llm, PROMPTS, greedy(6))])
+        llm = engine(qwen, **(options | more))
+        found.append([tokens_of(llm, PROMPTS[:1], shared), tokens_of(llm, [*PROMPTS, [*range(40, 44)]], greedy(6))])
         assert llm.llm_engine.scheduler.num_preemptions > 0
         llm.close()
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["fickle tree", pytest.param("fickle", marks=pytest.mark.slow)])
-def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_head(tmp_path, threads, kind):
+@pytest.mark.parametrize(
+    ("kind", "homes"),
+    [
+        ("fickle tree", {}),
+        pytest.param("fickle", {}, marks=pytest.mark.slow),
+        pytest.param("fickle tree", {"enable_dp_attention": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_head(tmp_path, threads, kind, homes):
     folder = write_checkpoint(tmp_path / "shared", "qwen3", **SHAPE)
     one = engine(folder, device="cpu")
     outputs = one.generate(PROMPTS, greedy(5), use_tqdm=False)
     one.close()
     by_prompt = {(tuple(output.prompt_token_ids), 0): output.outputs[0].token_ids for output in outputs}
-    ranks = engine(folder, 2, max_num_batched_tokens=24, speculative_config={"method": "suffix"} | TREES)
+    ranks = engine(folder, 2, max_num_batched_tokens=24, speculative_config={"method": "suffix"} | TREES, **homes)
     install(ranks, PROPOSERS[kind](4, by_prompt), 4)
     assert tokens_of(ranks, PROMPTS, greedy(5)) == [output.outputs[0].token_ids for output in outputs]
     assert ranks.llm_engine.stats.num_draft_tokens > 0

@@ -8,7 +8,8 @@ import torch
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.model.parameters import parameter_shapes
 from quire.worker.device.memory import (
     DeviceUsage,
     MemoryBefore,
@@ -293,3 +294,33 @@ def test_memory_for_gathered_keys_is_that_of_the_longest_sequence_in_a_layer():
     keys = gathered_bytes(shared, kv(), 131072) - gathered_bytes(shared, kv(), 1024)
     assert keys == 3 * (131072 - 16384) * kv().bytes_per_block // 64 // 36
     assert gathered_bytes(config(), kv(), 131072) == 0
+
+
+def test_the_estimate_counts_experts_that_move(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    mixture = replace(LAYER, mlp=MoeSpec(8, 2, MlpSpec(768, "silu")))
+    spec = replace(SPEC, layers=(LAYER, mixture))
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+    def estimate(**options):
+        asked = config(**ranks, **options)
+        return estimate_memory(asked, torch.device("cuda"), spec, parameter_shapes(spec), 4096, tmp_path).activation_bytes
+
+    assert estimate(enable_eplb=True) - estimate() == 2 * 2 * (3 * 768 * 4096)  # two experts, in bfloat16
+
+
+def test_each_home_has_as_many_blocks_as_its_rank_holds():
+    usage = DeviceUsage(141 * GIB, 2 * GIB, 16 * GIB, GIB)
+    homes = {"tensor_parallel_size": 4, "enable_dp_attention": True}
+    alone = plan_device_memory(config(gpu_memory_utilization=0.15), kv(), usage, 1000, 8192)
+    plan = plan_device_memory(config(gpu_memory_utilization=0.15, **homes), kv(), usage, 1000, 8192)
+    assert (plan.num_homes, plan.num_local_blocks) == (4, alone.num_kv_blocks)
+    assert plan.kv_bytes == alone.kv_bytes
+    given = plan_device_memory(config(num_kv_blocks=800, **homes), kv(), usage, 1000, 8192)
+    assert (given.num_kv_blocks, given.num_local_blocks) == (800, 200)
+    # The leader's drafts have a cache under the blocks of all homes.
+    drafting = plan_device_memory(
+        config(gpu_memory_utilization=0.15, **homes), kv(), usage, 1000, 8192, draft_block_bytes=kv().bytes_per_block
+    )
+    assert drafting.num_local_blocks == alone.num_kv_blocks // 5

@@ -252,7 +252,6 @@ def test_the_first_ranks_have_the_last_stage():
     ("options", "words"),
     [
         ({"enable_lora": True}, "LoRA adapters"),
-        ({"save_expert_load": "load.json"}, "save_expert_load"),
         ({"speculative_config": {"method": "mtp"}}, "method mtp, which reads hidden states .choose ngram, suffix"),
     ],
 )

@@ -344,6 +344,18 @@ def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
     assert len(grid.keys) == len(set(grid.keys)) <= 30
 
 
+def test_the_grid_holds_every_division_of_a_step_among_homes():
+    grid = GraphGrid(100, ("plain",), num_homes=4)
+    assert len(grid.keys) == len(set(grid.keys)) <= 30
+    for count in range(1, 101):
+        for most in range(-(-count // 4), count + 1):
+            key = grid.key(count, "plain", most)
+            assert most <= key.home_rows <= key.num_rows
+            assert key in grid.keys
+    assert grid.key(64, "plain", 16).home_rows == 16
+    assert grid.key(64, "plain", 17).home_rows == 32
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("max_tokens", [1, 40, 64, 100, 512, 2048, 6000, 8192])
 def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_padding(max_tokens):

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.unit.kernels.cpu.packed_layers import DENSE_DTYPES, make_inputs, pack_dense
 
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
-if not hasattr(native, "Screen"):
-    pytest.skip("built without screens", allow_module_level=True)
+if not hasattr(native, "Int8Head"):
+    pytest.skip("built without the argmax prefilter", allow_module_level=True)
 
 ISAS = native.supported_isas()
 BEST = 5
@@ -31,12 +31,12 @@ def dense_best(head, x: Tensor, isa: str) -> list[int]:
     return found.tolist()
 
 
-def screened_best(head, x: Tensor, isa: str, threads: int = 1) -> tuple[list[int], int]:
+def prefiltered_best(head, x: Tensor, isa: str, threads: int = 1) -> tuple[list[int], int]:
     """Return the best outputs, and of how many rows all were computed."""
-    screen = native.Screen(head, 2, isa)
-    assert screen.is_bounded
+    int8_head = native.Int8Head(head, 2, isa)
+    assert int8_head.is_bounded
     found = torch.full((len(x),), -7, dtype=torch.int32)
-    num_redone = screen.best(head, x.data_ptr(), x.stride(0), len(x), found.data_ptr(), threads, isa)
+    num_redone = int8_head.best(head, x.data_ptr(), x.stride(0), len(x), found.data_ptr(), threads, isa)
     return found.tolist(), num_redone
 
 
@@ -57,7 +57,7 @@ def test_best_is_that_of_the_head_for_rows_of_every_size(isa, form, n, k, thread
     head = pack_dense(native, form, random(n, k) * 0.02)
     for m in (1, 2, 7, 16, 29, 50):
         x = make_inputs(m, k, seed=m)
-        assert screened_best(head, x, isa, threads)[0] == dense_best(head, x, isa)
+        assert prefiltered_best(head, x, isa, threads)[0] == dense_best(head, x, isa)
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,7 +73,7 @@ def test_best_is_that_of_the_head_for_any_shape(isa, form, n, k, m, seed):
     k = 8 * k if form == "bf12" else k
     head = pack_dense(native, form, random(n, k, seed=seed) * 0.02)
     x = random(m, k, seed=seed + 1)
-    assert screened_best(head, x, isa, 2)[0] == dense_best(head, x, isa)
+    assert prefiltered_best(head, x, isa, 2)[0] == dense_best(head, x, isa)
 
 
 def test_best_is_exact_where_the_copy_alone_is_wrong(isa, form):
@@ -81,7 +81,7 @@ def test_best_is_exact_where_the_copy_alone_is_wrong(isa, form):
     families = random(250, 1, 128).expand(-1, 8, -1) + 1e-3 * random(250, 8, 128, seed=1)
     w = (families.reshape(2000, 128) * 0.02).to(DENSE_DTYPES[form])
     head, x = pack_dense(native, form, w), random(64, 128, seed=2)
-    found, num_redone = screened_best(head, x, isa, 2)
+    found, num_redone = prefiltered_best(head, x, isa, 2)
     assert found == dense_best(head, x, isa)
     assert num_redone == 0
     wrong = sum(mine != theirs for mine, theirs in zip(best_of_copy(w.float(), x), found, strict=True))
@@ -95,13 +95,13 @@ def test_best_is_exact_where_the_error_of_the_copy_is_as_large_as_can_be(isa):
     off = w.float() - scale * (w.float() / scale).round()
     x = off[:64] / off[:64].abs().amax(1, keepdim=True) + 0.2 * random(64, 64, seed=3)
     head = pack_dense(native, "bf16", w)
-    assert screened_best(head, x.contiguous(), isa, 2)[0] == dense_best(head, x.contiguous(), isa)
+    assert prefiltered_best(head, x.contiguous(), isa, 2)[0] == dense_best(head, x.contiguous(), isa)
 
 
 def test_best_is_the_lowest_of_equal_outputs(isa, form):
     w = random(40, 64).repeat(30, 1)
     head, x = pack_dense(native, form, w), random(20, 64, seed=1)
-    found, _ = screened_best(head, x, isa, 2)
+    found, _ = prefiltered_best(head, x, isa, 2)
     assert found == dense_best(head, x, isa)
     assert max(found) < 40
 
@@ -111,12 +111,12 @@ def test_all_outputs_are_computed_where_all_may_be_the_best(isa, threads):
     num_panels = 2 * 1024 + LEAST_ROOM
     head = pack_dense(native, "bf16", random(1, 16).expand(16 * num_panels, -1))
     x = random(5, 16, seed=1)
-    assert screened_best(head, x, isa, threads) == ([0] * 5, 5)
+    assert prefiltered_best(head, x, isa, threads) == ([0] * 5, 5)
 
 
 def test_few_outputs_are_computed_of_a_random_head(isa):
     head, x = pack_dense(native, "bf16", random(40_000, 256) * 0.02), random(16, 256, seed=1)
-    assert screened_best(head, x, isa, 2)[1] == 0
+    assert prefiltered_best(head, x, isa, 2)[1] == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
@@ -124,7 +124,7 @@ def test_a_row_that_is_not_finite_is_computed_as_a_whole_and_leaves_others_alone
     head, x = pack_dense(native, form, random(500, 32)), random(9, 32, seed=1)
     want = dense_best(head, x, isa)
     x[4, 7] = bad
-    found, num_redone = screened_best(head, x, isa, 2)
+    found, num_redone = prefiltered_best(head, x, isa, 2)
     assert found[:4] + found[5:] == want[:4] + want[5:]
     assert num_redone == 1
     assert 0 <= found[4] < 500
@@ -132,14 +132,14 @@ def test_a_row_that_is_not_finite_is_computed_as_a_whole_and_leaves_others_alone
 
 def test_rows_of_zeros_have_the_first_output(isa, form):
     head = pack_dense(native, form, random(500, 32))
-    assert screened_best(head, torch.zeros(3, 32), isa, 2)[0] == [0, 0, 0]
+    assert prefiltered_best(head, torch.zeros(3, 32), isa, 2)[0] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
 def test_a_head_that_is_not_finite_or_huge_has_no_copy(isa, bad):
     w = random(100, 32)
     w[60, 3] = bad
-    assert not native.Screen(pack_dense(native, "bf16", w), 1, isa).is_bounded
+    assert not native.Int8Head(pack_dense(native, "bf16", w), 1, isa).is_bounded
 
 
 def test_a_head_of_integers_is_refused(isa):
@@ -147,9 +147,9 @@ def test_a_head_of_integers_is_refused(isa):
     packed = native.Weight("u8", 32, 32, 32)
     packed.pack(codes.data_ptr(), 32, 0, 32)
     with pytest.raises(ValueError, match="dense"):
-        native.Screen(packed, 1, isa)
+        native.Int8Head(packed, 1, isa)
 
 
 def test_a_copy_takes_a_byte_a_weight_and_twelve_an_output():
-    screen = native.Screen(pack_dense(native, "bf16", random(1600, 256)), 1)
-    assert screen.num_bytes == 1600 * (256 + 12)
+    int8_head = native.Int8Head(pack_dense(native, "bf16", random(1600, 256)), 1)
+    assert int8_head.num_bytes == 1600 * (256 + 12)

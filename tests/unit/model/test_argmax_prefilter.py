@@ -58,9 +58,9 @@ class Batch:
         self.kv = KvPool(KvSpec.of(decoder.spec, BLOCK_SIZE, dtype), num_sequences * per_sequence)
         self.tables = [np.arange(per_sequence) + index * per_sequence for index in range(num_sequences)]
 
-    def best(self, first, tokens, screens, needs_logits=False):
+    def best(self, first, tokens, uses_int8_head, needs_logits=False):
         """Compute tokens [S][T] from position `first` on; return the logits after each last one, and the best tokens."""
-        self.decoder.plan.screens = screens
+        self.decoder.plan.uses_int8_head = uses_int8_head
         count = len(tokens[0])
         starts = [index * count for index in range(len(tokens) + 1)]
         addresses = [address_of(table) for table in self.tables]
@@ -80,7 +80,7 @@ def test_best_tokens_are_those_of_the_logits(tmp_path, monkeypatch, precision):
             tokens = torch.randint(0, 300, (num_sequences, count), generator=generator).tolist()
             logits, _ = batch.best(first, tokens, False, needs_logits=True)
             assert batch.best(first, tokens, True)[1] == logits.argmax(1).tolist()
-    assert decoder.plan.num_screened == 25
+    assert decoder.plan.num_prefiltered == 25
 
 
 def test_the_copy_is_left_alone_for_a_while_where_all_tokens_may_be_the_best(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_the_copy_is_left_alone_for_a_while_where_all_tokens_may_be_the_best(tmp
     batch = Batch(decoder, 2)
     for first in range(40):
         assert batch.best(first, [[1], [2]], True)[1] == [0, 0]
-    assert decoder.plan.num_screened == 5  # then pauses of 2, 4, 8, 16 steps and more
+    assert decoder.plan.num_prefiltered == 5  # then pauses of 2, 4, 8, 16 steps and more
 
 
 def test_a_head_that_is_not_finite_has_no_copy_and_is_computed(tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_head_that_is_not_finite_has_no_copy_and_is_computed(tmp_path, monkeyp
     decoder = build(tmp_path, monkeypatch, "bfloat16", head)
     _, best = Batch(decoder, 3).best(0, [[1], [2], [3]], True)
     assert best == [-1] * 3
-    assert decoder.plan.num_screened == 0
+    assert decoder.plan.num_prefiltered == 0
 
 
 def test_memory_of_the_copy_is_what_was_planned(tmp_path, monkeypatch, precision):
