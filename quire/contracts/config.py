@@ -147,10 +147,11 @@ class EngineConfig:
                             hosts. The same tokens at any number. On GPUs each process has one
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
-                            those with the same key and value head hold copies. The same tokens at any number. On a CPU
+                            those with the same key and value head hold copies. The same tokens at any number; on GPUs with
+                            deterministic
     prefill_context_parallel_size  processes of this host, or groups of tensor_parallel_size of them, that each hold the whole
-                            model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number. On a
-                            CPU
+                            model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number; on
+                            GPUs with deterministic
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
     enable_lora             take LoRA adapters (PEFT), which requests name. Not with enable_dp_attention or
                             prefill_context_parallel_size

@@ -15,6 +15,12 @@ from quire.contracts.pooler_spec import PoolerSpec
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTkmgt])(i?))?[Bb]?")
 
 
+GATHERED_BYTES = 64 << 20
+"""Of results of attention that GPU ranks, which share the tokens of sequences, gather at once, unless one run has more."""
+
+GATHERED_TOKENS = 16384
+"""Of sequences whose keys they gather at once, unless one sequence has more."""
+
 CONTEXT_CHUNK_TOKENS = 256
 """Consecutive tokens of a sequence whose keys and values are on one rank: a block of attention's softmax, CONTEXT_CHUNK in
 csrc/attention.h."""

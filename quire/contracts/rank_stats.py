@@ -14,6 +14,15 @@ class CollectiveStats:
     seconds: float
     exposed_seconds: float = 0.0
 
+    def plus(self, other: CollectiveStats) -> CollectiveStats:
+        """Return the counts of both together."""
+        return CollectiveStats(
+            num_calls=self.num_calls + other.num_calls,
+            num_bytes=self.num_bytes + other.num_bytes,
+            seconds=self.seconds + other.seconds,
+            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:

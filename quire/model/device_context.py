@@ -1,9 +1,10 @@
 """Attention over keys that lie on several GPU ranks (decode context parallelism).
 
-Chunks of CHUNK keys of a sequence are on the ranks in turn. For a few queries of a sequence every rank attends with the heads of
-all ranks to its own chunks, the results are gathered, and all are merged in the order of the keys. For runs of prompts the keys
-are gathered instead, which are fewer bytes where there are many queries. Both give the bits that one rank gives with
-`is_in_order`, which attends in chunks at the same positions.
+Chunks of CHUNK keys of a sequence are on the ranks in turn. For a few queries of a sequence every rank attends with the heads
+of all ranks to its own chunks, and merges their results; those of all ranks are gathered and merged. With `is_in_order` the
+results of all chunks are gathered, and merged in the order of the keys. For runs of prompts the keys are gathered instead,
+which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
+chunks at the same positions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.attention import (
     KvCache,
@@ -33,12 +35,6 @@ from quire.kernels.triton.step import ChunkPlan, DeviceAttentionMetadata, Shared
 from quire.kernels.triton.tiles import CHUNK
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
-
-_GATHERED_BYTES = 64 << 20
-"""Of results of chunks that are gathered at once, unless one run of queries has more."""
-
-GATHERED_TOKENS = 16384
-"""Of sequences whose keys are gathered at once, unless one sequence has more."""
 
 _Item = TypeVar("_Item")
 
@@ -60,7 +56,8 @@ class _ChunkRound(NamedTuple):
 class _KeyRound(NamedTuple):
     """Runs of prompts, whose sequences' keys are gathered at once.
 
-    blocks  [N] i64 of this rank, as many for each sequence as any rank may have; tables [S, max_blocks] i32 of the gathered ones
+    blocks  [N] i64 of this rank, as many for each sequence as any rank may have
+    tables  [S, max_blocks] i32 of the gathered ones
     """
 
     tiles: Tiles
@@ -150,9 +147,12 @@ class LayerContext:
         plan = shared.plans.get(key)
         if not isinstance(plan, _Plan):
             plan = shared.plans[key] = self._plan(step, shared, q, cache, is_in_order)
-        merged = self._attend_chunks(q, cache, step, plan.chunks, sinks, is_in_order) if plan.chunks else None
+        merged = None
+        if plan.chunks:
+            attend_short = self._attend_in_order if is_in_order else self._attend_own
+            merged = attend_short(q, cache, step, plan, sinks)
         if not plan.keys and merged is not None:
-            return merged[:, self._columns]
+            return merged
         out = q.new_empty(len(q), self._own.num_heads, partial_shape(self._own, 1)[2])
         for part in plan.keys:
             there = replace(step, block_tables=part.tables, shared_keys=None, plans={}, _tiles={})
@@ -161,36 +161,50 @@ class LayerContext:
             keys = self._gather_keys(cache, part.blocks)
             run_all(attend_launches(out, q[:, self._columns], keys, there, self._own, sinks, is_in_order))
         if merged is not None and plan.short_tokens is not None:
-            out[plan.short_tokens] = merged[plan.short_tokens, self._columns]
+            out[plan.short_tokens] = merged
         return out
 
-    def _attend_chunks(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        step: DeviceAttentionMetadata,
-        rounds: Sequence[_ChunkRound],
-        sinks: Tensor | None,
-        is_in_order: bool,
+    def _attend_own(
+        self, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, plan: _Plan, sinks: Tensor | None
     ) -> Tensor:
-        """Return the results of all ranks' heads [T, all H, D], in the rows of the runs."""
+        """Return what this rank's heads give [N, H, D] for the short runs, of results that each rank has merged first."""
+        spec, (num_kv_heads, group, dim) = self._all, partial_shape(self._own, 1)
+        out = torch.empty(*q.shape[:2], dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in plan.chunks:
+            own = _empty_results((len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)), q.device)
+            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own).run()
+            merge_some_chunks_launch(out, own, part.own.starts, cache, step, spec, None, part.tiles, sums=sums).run()
+        if plan.short_tokens is not None:
+            out, sums = out.index_select(0, plan.short_tokens), sums.index_select(0, plan.short_tokens)
+        found = gather(self._ranks.communicator, torch.cat((out.flatten(1), sums), 1))
+        results, log_sums = found.split([out.shape[1] * dim, out.shape[1]], 2)
+        results = results.unflatten(2, (-1, dim))[:, :, self._columns].transpose(0, 1).contiguous()
+        log_sums = log_sums[:, :, self._columns].transpose(0, 1).contiguous()
+        merged = q.new_empty(len(out), self._own.num_heads, dim)
+        starts = torch.arange(len(out) + 1, dtype=torch.int32, device=q.device) * self._ranks.size
+        parts = SomeChunks(results.view(-1, num_kv_heads, group, dim), log_sums.view(-1, num_kv_heads, group))
+        rows = Tiles(None, None, len(out), 1)  # each is a run, of which no length is used
+        step = replace(step, context_lens=starts)
+        merge_some_chunks_launch(merged, parts, starts, cache, step, self._own, sinks, rows).run()
+        return merged
+
+    def _attend_in_order(
+        self, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, plan: _Plan, sinks: Tensor | None
+    ) -> Tensor:
+        """Return what this rank's heads give [N, H, D] for the short runs, merged chunk by chunk in the order of the keys."""
         if sinks is not None and self._sinks is None:
             sizes = [each.heads.size for each in self._heads]
             self._sinks = gather_columns(self._ranks.communicator, sinks[None], sizes)[0]
-        spec = self._all
+        spec, chosen = self._all, None if sinks is None else self._sinks
         out = q.new_empty(*q.shape[:2], partial_shape(spec, 1)[2])
-        for part in rounds:
-            shape = len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)
-            num_rows, num_results = shape[0] * shape[1] * shape[2], shape[0] * shape[1] * shape[2] * shape[3]
-            sent = torch.empty(num_results + num_rows, dtype=torch.float32, device=q.device)
-            own = SomeChunks(sent[:num_results].view(shape), sent[num_results:].view(shape[:3]))
-            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own, is_in_order).run()
-            found = gather(self._ranks.communicator, sent)
-            partial = found[:, :num_results].unflatten(1, shape)[part.owners, part.places]
-            log_sums = found[:, num_results:].unflatten(1, shape[:3])[part.owners, part.places]
-            results, chosen = SomeChunks(partial, log_sums), (None if sinks is None else self._sinks)
-            merge_some_chunks_launch(out, results, part.starts, cache, step, spec, chosen, part.tiles, is_in_order).run()
-        return out
+        for part in plan.chunks:
+            own = _empty_results((len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)), q.device)
+            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own, True).run()
+            found = (gather(self._ranks.communicator, each)[part.owners, part.places] for each in own)
+            merge_some_chunks_launch(out, SomeChunks(*found), part.starts, cache, step, spec, chosen, part.tiles, True).run()
+        own_heads = out[:, self._columns]
+        return own_heads if plan.short_tokens is None else own_heads.index_select(0, plan.short_tokens)
 
     def _gather_keys(self, cache: KvCache, blocks: Tensor) -> KvCache:
         """Return this rank's key and value heads of the blocks of all ranks."""
@@ -210,9 +224,7 @@ class LayerContext:
         assert v is not None
         return KvCache(k, v, k_scales, taken(cache.v_scales))
 
-    def _plan(
-        self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool
-    ) -> _Plan:
+    def _plan(self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool) -> _Plan:
         counts, lengths = step.query_counts, step.host_context_lens
         assert counts is not None
         assert lengths is not None
@@ -226,7 +238,7 @@ class LayerContext:
         num_bytes = 4 * size * int(np.prod(partial_shape(self._all, lists.longest_short)))
         chunks = [
             self._chunk_round(part, [spans[index] for index in part], lists.longest_short, shared)
-            for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, _GATHERED_BYTES)
+            for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, GATHERED_BYTES)
         ]
         long = sorted({index for index, _ in lists.long})
         keys = [
@@ -294,6 +306,10 @@ class LayerContext:
         owners = (shared.firsts[:, None] + chunk) % size
         tables = (owners * int(starts[-1]) + bases[:, None] + chunk // size) * per_chunk + index % per_chunk
         return _KeyRound(Tiles(there, offsets, len(runs), num_queries), blocks, tables.to(torch.int32))
+
+
+def _empty_results(shape: tuple[int, ...], device: torch.device) -> SomeChunks:
+    return SomeChunks(*(torch.empty(size, dtype=torch.float32, device=device) for size in (shape, shape[:-1])))
 
 
 def _listed(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -29,6 +29,7 @@ from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.model.device_refusal import check_on_device
 from quire.model.device_routing import RealRows, RoutingCounts, read_counts
+from quire.model.device_rows import RowRanks
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs
 from quire.model.device_weights import DeviceWeights, load_on_device
@@ -53,6 +54,7 @@ class DeviceDecoder:
     is_in_order    batch-invariant: a row has the same bits for any number of rows; quire's own kernels form sums in one order
     ranks          the tensor-parallel group of this rank: it has a part of every weight, and `spec` becomes the spec of this
                    part. All ranks must run the same steps in the same order
+    rows           the ranks with which this one divides prompts; None: it computes all rows
     stage          the pipeline stage of this rank: it has these layers only, which `spec` then has; `ranks` are those of the
                    stage. `forward` reads and changes its rows, and returns them unless it is the last one
     Raises ConfigError if a policy is given and weights are already quantised.
@@ -72,6 +74,7 @@ class DeviceDecoder:
         is_in_order: bool = False,
         ranks: DeviceRanks | None = None,
         stage: DeviceStage | None = None,
+        rows: RowRanks | None = None,
     ) -> None:
         self._offload = offload = device if isinstance(device, OffloadedWeights) else None
         device = device.device if isinstance(device, OffloadedWeights) else device
@@ -83,7 +86,7 @@ class DeviceDecoder:
             quantize = None if quantize is None else replace(quantize, first_layer=stage.stage.start)
             parameters, spec = stage.take_parameters(parameters), stage.stage.spec(spec)
         self.spec = spec if ranks is None else ranks.shard.local_spec
-        self.ranks, self.stage = ranks, stage
+        self.ranks, self.stage, self.rows = ranks, stage, rows
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.is_in_order = is_in_order
@@ -116,6 +119,16 @@ class DeviceDecoder:
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
         self.fusion = describe_fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
+
+    @property
+    def records_prompts(self) -> bool:
+        """Whether the launches of steps with prompts depend on their padded sizes only, so that they can be recorded."""
+        return self.rows is None and self.records_decode
+
+    @property
+    def records_decode(self) -> bool:
+        """The same of decode steps. What ranks exchange of keys on several of them depends on the lengths of contexts."""
+        return self.ranks is None or self.ranks.context is None
 
     @property
     def row_parallel(self) -> frozenset[str]:
@@ -189,6 +202,13 @@ class DeviceDecoder:
                               have num_long_rope_rows added to their positions. With step.homes those of its rows
         Returns               [T, hidden_size], after the final norm; of each token, in the step's order
         """
+        divided = None if self.rows is None else self.rows.divide(step)
+        if self.rows is None or divided is None:
+            return self._forward(token_ids, positions, step, pool)
+        own = token_ids[divided.rows], positions[divided.rows]
+        return self.rows.gather(self._forward(*own, divided.step, pool), divided)
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, step: DeviceAttentionMetadata, pool: DeviceKvPool) -> Tensor:
         if self.ranks is not None and self.ranks.context is not None:
             step = self.ranks.context.localize(step, pool.num_blocks - 1, pool.spec.block_size)  # one is spare
         x = None if self._embed is None else self._embed(token_ids, positions)

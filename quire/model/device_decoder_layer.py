@@ -302,6 +302,8 @@ class DeviceLayer:
             heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
         slots = step.slots if self.kv_source is None else None
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
+        if step.exchange is not None and slots is not None:
+            step.exchange(cache)
         if self._context is None:
             attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
         else:

@@ -77,6 +77,8 @@ class LatentAttention:
         if spec.query_scaling is not None:
             heads, rope = turn_heads(heads, spec, positions, rope, None), None
         q = place_heads(heads, cache, step.slots, positions, rope, None, self._is_in_order)
+        if step.exchange is not None:
+            step.exchange(cache)
         if self._context is not None:
             attended = self._context.attend(q, cache, step, None, self._is_in_order)
         elif self._indexer is None:

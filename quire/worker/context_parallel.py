@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from quire.base.errors import ConfigError
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
+from quire.contracts.kv_spec import QUANTIZED_KV_BITS
 from quire.contracts.memory import CONTEXT_CHUNK_TOKENS
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.model.native_model import native_refusal
 from quire.parallel.barrier import native_extension
-from quire.worker.memory import block_unit, cpu_block_size
+from quire.worker.memory import DEVICE_BLOCK_SIZE, block_unit, cpu_block_size
 
 _DRAFT_METHODS = {
     "decode_context_parallel_size": ("ngram", "suffix", "draft_model", "mtp", "eagle3"),
@@ -17,6 +18,12 @@ _DRAFT_METHODS = {
 }
 """Layer skipping ("self") runs the model on rank 0 only. Lookahead and Medusa draft trees. With divided rows no rank has the
 inputs of the layers of all tokens, which EAGLE-3 reads."""
+
+_GPU_METHODS = {
+    "decode_context_parallel_size": ("ngram", "suffix"),
+    "prefill_context_parallel_size": ("ngram", "suffix", "lookahead", "draft_model"),
+}
+"""On GPUs draft heads read hidden states of all tokens, on rank 0, and draft models have its block ids."""
 
 
 def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -> None:
@@ -26,21 +33,36 @@ def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -
         size = getattr(config, name)
         if size == 1:
             continue
-        if device != "cpu":
-            raise ConfigError(
-                f"{name} is {size}, but the model runs on {device}: context parallelism runs on CPUs only; choose device='cpu' "
-                f"or {name}=1"
-            )
         native_extension()  # raises UnsupportedError
-        refusal = native_refusal(spec, cpu_block_size(config))
-        if refusal is not None:
-            raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
+        if device == "cpu":
+            refusal = native_refusal(spec, cpu_block_size(config))
+            if refusal is not None:
+                raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
+        else:
+            _check_on_gpus(config, spec, name, size)
         _check_layers(name, size, spec)
         _check_tiers(config, name, size)
         if config.speculative_config is not None:
-            _check_drafts(config.speculative_config, name, size)
+            _check_drafts(config.speculative_config, name, size, (_DRAFT_METHODS if device == "cpu" else _GPU_METHODS)[name])
     if config.decode_context_parallel_size > 1:
-        _check_blocks(config, config.decode_context_parallel_size)
+        block_size = cpu_block_size(config) if device == "cpu" else config.block_size or DEVICE_BLOCK_SIZE
+        _check_blocks(config, config.decode_context_parallel_size, block_size)
+
+
+def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) -> None:
+    """Raise ConfigError for what GPU ranks do not support with context parallelism, beyond what CPU ranks do not."""
+    refused: list[str] = []
+    if config.attention_backend in ATTENTION_LIBRARIES:
+        refused.append(f"attention_backend {config.attention_backend!r} (choose 'auto' or 'triton')")
+    if name == "decode_context_parallel_size":
+        if 4 in QUANTIZED_KV_BITS.get(config.kv_cache_dtype, ()):
+            refused.append(f"kv_cache_dtype {config.kv_cache_dtype!r} (choose 'auto', 'int8' or 'fp8')")
+        if any(layer.attention.qk_norm_over == "each" for layer in spec.layers):
+            refused.append(f"norms of each head of q and k ({spec.model_type})")
+    if refused:
+        raise ConfigError(
+            f"{name} is {size}, but on GPUs it does not support {'; '.join(refused)}: change that, or set it to 1"
+        )
 
 
 def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> None:
@@ -117,12 +139,12 @@ def _check_tiers(config: EngineConfig, name: str, size: int) -> None:
             )
 
 
-def _check_drafts(drafts: SpeculativeConfig, name: str, size: int) -> None:
+def _check_drafts(drafts: SpeculativeConfig, name: str, size: int, allowed: tuple[str, ...]) -> None:
     for method in drafts.methods:
-        if method not in _DRAFT_METHODS[name]:
+        if method not in allowed:
             raise ConfigError(
                 f"{name} is {size}, but the speculative method {method!r} is not supported with it; choose one of "
-                f"{', '.join(_DRAFT_METHODS[name])}, or {name}=1"
+                f"{', '.join(allowed)}, or {name}=1"
             )
     if name != "decode_context_parallel_size":
         return
@@ -138,8 +160,8 @@ def _check_drafts(drafts: SpeculativeConfig, name: str, size: int) -> None:
             )
 
 
-def _check_blocks(config: EngineConfig, size: int) -> None:
-    block_size, unit = cpu_block_size(config), block_unit(config)
+def _check_blocks(config: EngineConfig, size: int, block_size: int) -> None:
+    unit = block_unit(config, block_size)
     if CONTEXT_CHUNK_TOKENS % block_size != 0:
         raise ConfigError(
             f"block_size is {block_size} and decode_context_parallel_size {size}: it must be a divisor of "

@@ -129,7 +129,7 @@ def _check_options(config: EngineConfig, spec: ModelSpec, device: torch.device |
         check_device_stages(config, spec)
     if config.enable_dp_attention:
         check_dp_attention(config, spec, name)
-    if config.tensor_parallel_size > 1 or has_device_stages:
+    if config.tensor_parallel_size > 1 or (device is not None and config.parallel.world_size > 1):
         check_tensor_parallel(config, spec, name)
     if device is None and config.cpu_offload_gb > 0:
         raise ConfigError(

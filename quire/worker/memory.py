@@ -286,13 +286,17 @@ def plan_memory(
     return divide_blocks(config, plan, num_batched_tokens) if is_limited else plan
 
 
-def block_unit(config: EngineConfig) -> int:
+DEVICE_BLOCK_SIZE = 64
+"""Tokens in a KV block on a GPU where nobody says: a multiple of what attention takes at once."""
+
+
+def block_unit(config: EngineConfig, block_size: int | None = None) -> int:
     """Return what the number of KV blocks must be a multiple of: a block for each home, or a chunk for each rank that shares
-    the tokens of sequences."""
+    the tokens of sequences; block_size: None: the CPU's."""
     if config.enable_dp_attention:
         return config.parallel.num_homes
     size = config.decode_context_parallel_size
-    return 1 if size == 1 else size * max(1, CONTEXT_CHUNK_TOKENS // cpu_block_size(config))
+    return 1 if size == 1 else size * max(1, CONTEXT_CHUNK_TOKENS // (block_size or cpu_block_size(config)))
 
 
 def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> bool:

@@ -86,7 +86,7 @@ def _check_launchable(config: EngineConfig, reason: str) -> None:
         (f"ranks on GPUs (device {device})", device is not None and config.distributed_executor_backend is not None),
         (
             f"groups that divide prompts (prefill_context_parallel_size {config.prefill_context_parallel_size})",
-            config.prefill_context_parallel_size > 1 and config.tensor_parallel_size > 1,
+            config.prefill_context_parallel_size > 1 and (config.tensor_parallel_size > 1 or device is not None),
         ),
     ):
         if is_there:

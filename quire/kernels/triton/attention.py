@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -199,13 +200,15 @@ def merge_some_chunks_launch(
     sinks: Tensor | None,
     tiles: Tiles,
     is_in_order: bool = False,
+    sums: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that merges all chunks of runs of queries into `out` [T, H, D], contiguous, in the order of keys.
+    """Return the launch that merges chunks of runs of queries into `out` [T, H, D], contiguous, in the order of keys.
 
     starts  [tiles + 1] i32: the first item of each run
+    sums    [T, H] f32 that gets the logarithms of the sums, where `out`, in f32, is to be merged with others; None: it is not
     """
     call = _short_call(out, out, cache, step, spec, sinks, tiles, is_in_order)
-    return _merge_items(call, ChunkPlan(starts, starts), found.partial, found.log_sums)
+    return _merge_items(call, ChunkPlan(starts, starts), found.partial, found.log_sums, sums)
 
 
 def _short_call(
@@ -366,11 +369,12 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
     return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, num_stages, IS_FUSED)
 
 
-def _merge_items(call: _Call, plan: ChunkPlan, partial: Tensor, log_sums: Tensor) -> Launch:
-    return _merge(call, merge_items, {"partial_ptr": partial, "log_sums_ptr": log_sums, "starts_ptr": plan.starts})
+def _merge_items(call: _Call, plan: ChunkPlan, partial: Tensor, log_sums: Tensor, sums: Tensor | None = None) -> Launch:
+    parts = {"partial_ptr": partial, "log_sums_ptr": log_sums, "starts_ptr": plan.starts, "sums_ptr": sums}
+    return _merge(call, merge_items, parts)
 
 
-def _merge(call: _Call, kernel: triton.JITFunction, parts: dict[str, Tensor | int]) -> Launch:
+def _merge(call: _Call, kernel: triton.JITFunction, parts: Mapping[str, Tensor | int | None]) -> Launch:
     arguments = {**parts, "sinks_ptr": call.sinks, "out_ptr": call.out, **_run_arguments(call)}
     constants = {
         **_run_constants(call),

@@ -15,6 +15,7 @@ def merge_row(
     log_sums_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     token: tl.tensor,
     head: tl.tensor,
     first_part: tl.tensor,
@@ -25,7 +26,8 @@ def merge_row(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write a head's output for a token from `used` parts, STEP apart starting at first_part, in order."""
+    """Write a head's output for a token from `used` parts, STEP apart starting at first_part, in order; and the base-2
+    logarithm of its sum [T, NUM_HEADS] f32, if it is to be merged further (sums_ptr)."""
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
@@ -49,6 +51,8 @@ def merge_row(
     out = cast_to(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
     row = token.to(tl.int64) * NUM_HEADS + head
     tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + row, best + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -87,6 +91,6 @@ def merge_chunks(
     ROWS: tl.constexpr = QUERIES * GROUP
     first_part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks * ROWS + row
     merge_row(
-        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, token + query, head, first_part, used,
+        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, None, token + query, head, first_part, used,
         NUM_KV_HEADS * GROUP, ROWS, HEAD_DIM, BLOCK_D, BLOCK_C,
     )  # fmt: skip

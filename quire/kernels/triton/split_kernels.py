@@ -145,10 +145,7 @@ def attend_chunks(
             tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
         )
         size = _chunk_size(first_key, end, CHUNK, MOST)
-        if chunks_ptr is None:
-            chunk = first_key // size + item - tl.load(starts_ptr + tile)
-        else:
-            chunk = tl.load(chunks_ptr + item)
+        chunk = first_key // size + item - tl.load(starts_ptr + tile) if chunks_ptr is None else tl.load(chunks_ptr + item)
         low = tl.maximum(first_key // BLOCK_N * BLOCK_N, chunk * size)
         high = tl.minimum(end, (chunk + 1) * size)
         is_row = (queries < QUERIES) & (queries < left)
@@ -179,6 +176,7 @@ def merge_items(
     starts_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     tile_sequences_ptr: tl.tensor,
     tile_offsets_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
@@ -193,7 +191,8 @@ def merge_items(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order."""
+    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order; sums: see
+    merge_row."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)
@@ -209,6 +208,6 @@ def merge_items(
     ROWS: tl.constexpr = QUERIES * GROUP
     first_part = (start.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + row
     merge_row(
-        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, token + query, head, first_part, used,
+        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, sums_ptr, token + query, head, first_part, used,
         NUM_KV_HEADS * GROUP, NUM_KV_HEADS * ROWS, HEAD_DIM, BLOCK_D, BLOCK_C,
     )  # fmt: skip

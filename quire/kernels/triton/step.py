@@ -175,10 +175,9 @@ class DeviceAttentionMetadata:
     library          computes attention of this step instead of our kernels; None: our kernels do
     states           rows of recurrent states; None: the model has none, or all sequences start and nothing is kept
     lora             the tokens that have adapters; None: there are none
-    shared_keys      where keys are that several ranks share; slots and block_tables are then this rank's, of its own blocks. None:
-                     all keys are here
-    exchange         gets a cache after this rank has stored its tokens there, and stores those of other ranks; None: there are
-                     none
+    shared_keys      where keys are that several ranks share; slots and block_tables are then of this rank's blocks. None: all
+                     keys are here
+    exchange         gets a cache in which this rank has stored its tokens, and stores those of the others; None: there are none
     window           the same for layers of the window group, with its slots and block tables; None: there is no such group
     homes            where sequences have homes on several ranks: all rows of the step, of which all else here has those at home
                      on this rank; None: they have none

@@ -57,10 +57,12 @@ from quire.worker.device.memory import (
     check_pinned,
     device_kv_spec,
     device_weight_bytes,
+    gathered_bytes,
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
     moving_bytes,
+    num_spare_blocks,
     offload_plan,
     plan_device_memory,
     rank_device,
@@ -196,7 +198,9 @@ def _start_ranks(
     except BaseException:
         workers.kill()
         raise
-    num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_kv_blocks
+    num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_local_blocks
+    if config.prefill_context_parallel_size > 1:
+        logger.info("prompts divided  among %d groups of ranks", config.prefill_context_parallel_size)
     if config.tensor_parallel_size > 1:
         logger.info("tensor parallel  %d ranks, %d KV blocks on each", config.tensor_parallel_size, num_blocks)
     if num_stages > 1:
@@ -268,7 +272,8 @@ def _load_decoder(
     max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
     offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
     place = device if offload is None else OffloadedWeights(device, offload)
-    decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
+    rows = None if group is None else group.rows
+    decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage, rows)
     kv = report.memory.kv
     is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
     logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
@@ -289,7 +294,7 @@ def _make_executor(
     ranks, device, kv = None if group is None else group.ranks, decoder.device, report.memory.kv
     # Only collectives are recorded, not what stages send.
     agree = None if group is None or ranks is None else group.agree
-    pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
+    pool = DeviceKvPool(kv, 1 + num_spare_blocks(config), device, 1 if kv.state_shapes else 0, 1)
     specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
     library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
     is_first = group is None or group.rank == 0
@@ -324,7 +329,8 @@ def _give_memory(
     slab: HostSlab | None,
 ) -> None:
     """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
-    pool = DeviceKvPool(report.memory.kv, plan.num_local_blocks, device, plan.num_states, plan.num_window_blocks)
+    num_blocks = plan.num_local_blocks + num_spare_blocks(config)
+    pool = DeviceKvPool(report.memory.kv, num_blocks, device, plan.num_states, plan.num_window_blocks)
     own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
     if own.drafter is not None:
         own.drafter.give_pool(plan.num_kv_blocks)
@@ -335,8 +341,9 @@ def _give_memory(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
-    return config.enforce_eager or config.cpu_offload_gb > 0
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and
+    what ranks exchange of keys on several of them has other sizes in each step."""
+    return config.enforce_eager or config.cpu_offload_gb > 0 or config.decode_context_parallel_size > 1
 
 
 def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
@@ -392,8 +399,8 @@ def _compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda":
-        return None
+    if device.type != "cuda" or config.decode_context_parallel_size > 1:
+        return None  # their layers are compiled in the largest step, before the engine is ready
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
@@ -439,6 +446,7 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     held += own.moving_bytes
-    usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv, own.page_shares))
+    held += tier_staging_bytes(config, kv, own.page_shares) + gathered_bytes(config, kv, own.sizes.max_model_len)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + held)
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

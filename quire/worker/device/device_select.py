@@ -180,12 +180,14 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
 
 
 def check_rank_devices(config: EngineConfig, device: str, num_here: int | None = None) -> None:
-    """Raise ConfigError where the ranks of tensor_parallel_size and pipeline_parallel_size cannot have a GPU each.
+    """Raise ConfigError where the ranks of tensor_parallel_size, pipeline_parallel_size and prefill_context_parallel_size
+    cannot have a GPU each.
 
     device    of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
     num_here  ranks on this host; None: all
     """
-    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    options = "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"
+    sizes = {name: getattr(config, name) for name in options}
     size = config.parallel.world_size
     names = [name for name, value in sizes.items() if value > 1]
     what = f"{' * '.join(names)} is {size}"

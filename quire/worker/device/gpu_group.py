@@ -24,8 +24,10 @@ from quire.kv.device_pages import PageShare
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import tie_missing_head
 from quire.model.config_reader import read_model_spec
+from quire.model.device_context import ContextRanks
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_routing import RoutingCounts
+from quire.model.device_rows import RowRanks
 from quire.model.device_shards import DeviceShard
 from quire.model.device_stage import DeviceStage
 from quire.model.generation_defaults import read_generation_defaults
@@ -147,7 +149,7 @@ class RankConfig:
 
     def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
         config = self.config
-        options = config.parallel.shares, config.deterministic, placements
+        options = config.parallel.shares, config.deterministic, placements, config.decode_context_parallel_size
         return DeviceShard.of(spec, tensor_rank, *options, has_homes=config.enable_dp_attention)
 
     def report(self, rank: int, device: torch.device) -> ModelReport:
@@ -170,12 +172,14 @@ class GpuGroup:
     """The ranks that share a model, as one of them sees them.
 
     ranks    what the ranks of a stage exchange on their devices, by the communicator `tensor`; None: there is one
+    rows     the ranks that divide prompts, each with the whole model or one shard of it; None: there are none
+    others   the communicators of `rows`, and of ranks that share the tokens of sequences, if not of all of a stage
     stage    what the stages exchange, by the communicator `stages`; None: there is one
     host     what all exchange on the host, which no device has to wait for
     barrier  says when the group has ended
     moves    how many page moves each rank has ended; None: there is no host tier
     slots_file  see RankConfig
-    shares   what each rank has, in parts
+    shares   what each rank has of the model, from 0 to 1
     places   of all ranks
     workers  the other ranks' processes; None: this is a worker
     is_first_on_host  of the ranks there: compiles kernels for all of them
@@ -195,6 +199,8 @@ class GpuGroup:
     shares: tuple[float, ...]
     places: dict[int, StagePlace]
     workers: WorkerGroup | RemoteWorkers | None = None
+    rows: RowRanks | None = None
+    others: tuple[CountingCommunicator, ...] = ()
     is_first_on_host: bool = True
     timeout_s: float | None = None
     placements: Placements | None = None
@@ -229,15 +235,26 @@ class GpuGroup:
             where = {"interface": "lo"} if member.address is None else {"hostname": member.address}
             return CountingCommunicator(TorchCommunicator.gloo(own_store, rank, size, check=barrier.check, **where))
 
-        tensor = connect(f"stage{stage.index}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
-        ranks = None
+        others, ranks, rows = list[CountingCommunicator](), None, None
+        num_copies, context_size = told.config.prefill_context_parallel_size, told.config.decode_context_parallel_size
+        copy = barrier.rank // num_ranks if num_copies > 1 else 0
+        own_name = f"{stage.index}copy{copy}"
+        tensor = connect(f"stage{own_name}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
         if tensor is not None:
-            hosts = hosts_of(PrefixStore(f"hosts{stage.index}", store), place.tensor_rank, num_ranks)
-            ranks = DeviceRanks(tensor, told.shard(place), hosts)
+            hosts = hosts_of(PrefixStore(f"hosts{own_name}", store), place.tensor_rank, num_ranks)
+            (number, own_place), shared = divmod(place.tensor_rank, context_size), tensor
+            if 1 < context_size < num_ranks:
+                others.append(shared := connect(f"context{stage.index}part{number}", own_place, context_size))
+            context = None if context_size == 1 else ContextRanks(shared, own_place)
+            ranks = DeviceRanks(tensor, told.shard(place), hosts, context)
+        if num_copies > 1:
+            others.append(connect(f"rows{place.tensor_rank}", copy, num_copies))
+            rows = RowRanks(others[-1], copy)
         stages = connect(f"rank{place.tensor_rank}", stage.index, stage.num_stages) if stage.num_stages > 1 else None
         own = None if stages is None else DeviceStage(stage, told.spec(), told.rank_specs(place), stages)
         shares = told.config.parallel.shares
-        parts = tuple(each.stage.num_layers * shares[each.tensor_rank] for each in places.values())
+        layers = [each.stage.num_layers * shares[each.tensor_rank] for each in places.values()]
+        parts = tuple(each * num_copies / sum(layers) for each in layers)
         moves = None if told.slots_file < 0 else PageMoveCounters(member.memory, barrier.size)
         is_first = workers is not None or (isinstance(member, WorkerContext) and member.local_rank == 0)
         host, timeout_s = member.communicator, None
@@ -248,8 +265,8 @@ class GpuGroup:
             host = TorchCommunicator.gloo(host_store, *place_of_all, check=barrier.check, hostname=member.address)
         of_host = host, barrier, moves, told.slots_file
         placements = placements_of(told.expert_ranks, told.spec())
-        of_experts = placements, counts_experts(told.config)
-        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, is_first, timeout_s, *of_experts)
+        further = rows, tuple(others), is_first, timeout_s, placements, counts_experts(told.config)
+        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, *further)
 
     def page_share(self, memory: MemoryPlan) -> PageShare | None:
         """Return what this rank has of the pages of the host tier; None: there is none."""
@@ -275,6 +292,10 @@ class GpuGroup:
         """Return whether all ranks say yes."""
         return all_agree(self.host, says_yes)
 
+    @property
+    def _communicators(self) -> list[CountingCommunicator]:
+        return [each for each in (self.tensor, self.stages, *self.others) if each is not None]
+
     def gather_counts(self, own: Sequence[RoutingCounts | None]) -> list[RoutingCounts | None]:
         """Return the tokens of the experts of all layers, given those of this rank's stage; every rank calls this."""
         assert self.stage is not None
@@ -290,7 +311,11 @@ class GpuGroup:
 
     def collectives(self) -> dict[str, CollectiveStats]:
         """Return what this rank has exchanged on its device."""
-        return {name: count for each in (self.tensor, self.stages) if each is not None for name, count in each.stats().items()}
+        found: dict[str, CollectiveStats] = {}
+        for each in self._communicators:
+            for name, count in each.stats().items():
+                found[name] = count if name not in found else found[name].plus(count)
+        return found
 
     def describe_end(self, reason: WorkerError) -> str:
         """Return why the group has ended, with the stage of the rank at fault."""
@@ -299,8 +324,7 @@ class GpuGroup:
 
     def close(self) -> None:
         """End the threads of the communicators."""
-        for each in (self.tensor, self.stages):
-            if each is not None:
-                each.close()
+        for each in self._communicators:
+            each.close()
         if isinstance(self.host, TorchCommunicator):
             self.host.close()

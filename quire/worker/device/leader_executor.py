@@ -216,7 +216,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         shares, places = self._group.shares, self._group.places if self._stage is not None else {}
         parts = [place.describe() for place in places.values()] or [""] * len(found)
         parted = zip(found, shares, parts, strict=True)
-        return [replace(stats, share=share / sum(shares), part=part) for stats, share, part in parted]
+        return [replace(stats, share=share, part=part) for stats, share, part in parted]
 
     def check_health(self) -> None:
         """See StepExecutor."""

@@ -15,7 +15,7 @@ from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
-from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
+from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS, MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.kv.tiers.host_slab import staged_pages
 from quire.model.checkpoint import distinct_shapes
@@ -34,6 +34,8 @@ from quire.worker.device.stages import device_stages, place_of
 from quire.worker.expert_parallel import count_experts, expert_parameters, find_placements
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import (
+    DEVICE_BLOCK_SIZE,
+    block_unit,
     count_states,
     divide_blocks,
     given_blocks,
@@ -49,9 +51,6 @@ HOW_TO_SAVE = (
     "or take a smaller model or dtype"
 )
 """What helps when the memory of a device ends."""
-
-_BLOCK_SIZE = 64
-"""Tokens in a KV block where nobody says: a multiple of what attention takes at once."""
 
 _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
@@ -279,15 +278,17 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, own, ranks, whole = None, shapes, list[tuple[StagePlace, ModelSpec]](), spec
+    place, own, cached, whole = None, shapes, spec, spec
+    ranks = list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
         stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
         places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
         ranks = [(each, _part_of(config, spec, shapes, each)[1]) for each in places]
         place = places[rank]
-        own, spec = _part_of(config, spec, shapes, place)
+        own, spec, cached = _part_of(config, spec, shapes, place)
         num_weight_bytes = num_weight_bytes * _count(own) // _count(shapes)
-    kv = device_kv_spec(config, spec, limits_windows(config, spec, max_model_len))
+    has_windows = limits_windows(config, spec, max_model_len) and config.prefill_context_parallel_size == 1
+    kv = device_kv_spec(config, cached, has_windows)
     if place is not None:
         kv, spec = kv.part(place.stage.start, place.stage.stop), place.stage.spec(spec)
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
@@ -303,6 +304,7 @@ def estimate_memory(
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks)
     num_beside = tier_staging_bytes(config, kv, page_shares) + moving_bytes(config, whole, shapes)
+    num_beside += gathered_bytes(config, kv, max_model_len)
     usage = replace(usage, activation_bytes=usage.activation_bytes + num_beside)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     pinned_bytes = config.host_tier_bytes
@@ -327,7 +329,7 @@ def device_kv_spec(config: EngineConfig, spec: ModelSpec, has_windows: bool) -> 
     """
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     dtype = spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    kv = KvSpec.on_device(spec, config.block_size or _BLOCK_SIZE, dtype, has_windows)
+    kv = KvSpec.on_device(spec, config.block_size or DEVICE_BLOCK_SIZE, dtype, has_windows)
     if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(dtype, ()):
         raise ConfigError(f"kv_cache_dtype is {dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
     if kv.index_dims and dtype in QUANTIZED_KV_BITS:
@@ -353,15 +355,17 @@ def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _part_of(
     config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], place: StagePlace
-) -> tuple[Mapping[str, tuple[int, ...]], ModelSpec]:
-    """Return the shapes of a rank's parameters, and the whole model with its part of each layer. Raises ConfigError."""
+) -> tuple[Mapping[str, tuple[int, ...]], ModelSpec, ModelSpec]:
+    """Return the shapes of a rank's parameters, and the whole model with its part of each layer, and with what its cache has of
+    each. Raises ConfigError."""
+    cached = spec
     is_tied = "lm_head.weight" not in shapes
     if place.num_tensor_ranks > 1:
         shares, placements = config.parallel.shares, find_placements(config, spec)
-        options = shares, config.deterministic, placements
+        options = shares, config.deterministic, placements, config.decode_context_parallel_size
         shard = DeviceShard.of(spec, place.tensor_rank, *options, has_homes=config.enable_dp_attention)
-        shapes, spec = shard.shapes(), shard.local_spec
-    return place.stage.select(shapes, is_tied), spec
+        shapes, spec, cached = shard.shapes(), shard.local_spec, shard.cached_spec
+    return place.stage.select(shapes, is_tied), spec, cached
 
 
 def device_stage_memories(config: EngineConfig, device: torch.device, report: ModelReport) -> list[StageMemory]:
@@ -380,6 +384,12 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
         for place, plan in zip(places, plans, strict=True)
     ]
     return [*found[len(shares) :], *found[: len(shares)]]
+
+
+def num_spare_blocks(config: EngineConfig) -> int:
+    """Return how many blocks a pool has behind its own: where ranks share the tokens of sequences, one that copies of other
+    ranks' blocks read and write."""
+    return 1 if config.decode_context_parallel_size > 1 else 0
 
 
 def check_pinned(memory: MemoryPlan) -> None:
@@ -401,6 +411,17 @@ def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[i
         return 0
     num_pages = config.host_tier_bytes // (sum(page_shares) or kv.page_bytes)
     return sum(staged_pages(kv.page_bytes, num_pages)) * kv.page_bytes
+
+
+def gathered_bytes(config: EngineConfig, kv: KvSpec, max_model_len: int) -> int:
+    """Return the bytes in which keys of a layer, and results of attention, are gathered where ranks share the tokens of
+    sequences; 0 where they do not."""
+    if config.decode_context_parallel_size == 1:
+        return 0
+    layer_bytes = max(kv.part(layer, layer + 1).bytes_per_block for layer in range(len(kv.layer_shapes)))
+    num_blocks = -(-max(GATHERED_TOKENS, max_model_len) // kv.block_size)
+    # Results of this rank, of all ranks, and these in order; keys of this rank, of all ranks, and of its heads.
+    return 3 * GATHERED_BYTES + 3 * num_blocks * layer_bytes
 
 
 def offload_plan(
@@ -452,18 +473,23 @@ def plan_device_memory(
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
     num_states, num_checkpoints = count_states(config, kv)
     state_bytes = num_states * kv.bytes_per_state
-    room = available - usage.weight_bytes - usage.activation_bytes - state_bytes
-    num_homes = config.parallel.num_homes
     all_bytes = kv.pool_bytes(1, 1)  # of a block of each group
+    spare_bytes = num_spare_blocks(config) * all_bytes
+    room = available - usage.weight_bytes - usage.activation_bytes - state_bytes - spare_bytes
+    num_homes, num_places = config.parallel.num_homes, config.decode_context_parallel_size
+    num_pools = num_homes * num_places
+    unit = block_unit(config, kv.block_size) // num_pools
     given = given_blocks(config, kv, max(1, all_bytes))
     if given is not None and config.num_kv_blocks is not None:
-        given //= num_homes
+        given //= num_pools
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    wanted = -(-(MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)) // num_homes)
+    wanted = -(-(MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)) // (num_pools * unit)) * unit
     block_bytes = max(1, all_bytes + num_homes * draft_block_bytes)  # 0 without attention
     num_blocks = min(wanted, room // block_bytes) if given is None else given  # of this rank
-    known = available, usage.weight_bytes, usage.activation_bytes, kv, num_homes * num_blocks, max_model_len
-    plan = MemoryPlan(*known, num_states, num_checkpoints, num_homes=num_homes)
+    num_blocks = num_pools * (num_blocks // unit * unit)
+    used = usage.weight_bytes, usage.activation_bytes + spare_bytes
+    known = available, *used, kv, num_blocks, max_model_len, num_states, num_checkpoints
+    plan = MemoryPlan(*known, num_block_places=num_places, num_homes=num_homes)
     if num_blocks >= 1 and kv.window_tokens is not None:
         plan = divide_blocks(config, plan, num_batched_tokens, draft_block_bytes, has_own_memory)
     if num_blocks < 1 or plan.kv_bytes + plan.num_kv_blocks * draft_block_bytes > room:

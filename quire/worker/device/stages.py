@@ -36,9 +36,10 @@ def device_stages(
 
 
 def place_of(config: EngineConfig, stages: tuple[PipelineStage, ...], rank: int) -> StagePlace:
-    """Return the place of a rank: those of the last stage come first, then those of the first stage, and so on."""
+    """Return the place of a rank: those of the last stage come first, then those of the first stage, and so on. Groups that
+    divide prompts each have the only stage."""
     size = config.tensor_parallel_size
-    return StagePlace(stages[rank // size - 1], rank % size, size)
+    return StagePlace(stages[rank // size % len(stages) - 1], rank % size, size)
 
 
 def check_device_stages(config: EngineConfig, spec: ModelSpec) -> None:

@@ -97,7 +97,7 @@ class StepLauncher:
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
         self._homes = Homes.of(decoder)
         self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings, self._homes.size)
-        is_recording = graphs.is_recording and library is None
+        is_recording = graphs.is_recording and library is None and decoder.records_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
             specs = self._stage.rank_specs
@@ -183,7 +183,8 @@ class StepLauncher:
             self._staging.holds = None
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
-        if step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows:
+        is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
+        if is_padded and self._decoder.records_decode:
             return self._launch_decode(step, sampling, changes, kept)
         return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
@@ -534,8 +535,16 @@ class StepLauncher:
         if changes.num_window_copies:
             self._pool.copy_blocks(arrays["window_sources"], arrays["window_targets"], is_windowed=True)
         if changes.num_copies:
-            self._pool.copy_blocks(arrays["sources"], arrays["targets"])
+            self._copy_blocks(arrays["sources"], arrays["targets"])
         if changes.num_state_copies:
             self._pool.copy_states(arrays["state_starts"], arrays["state_targets"])
         if changes.num_entries:
             self._tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
+
+    def _copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks of the full group; where ranks share the tokens of sequences, this rank's."""
+        ranks = self._decoder.ranks
+        if ranks is not None and ranks.context is not None:
+            num_blocks = self._pool.num_blocks - 1  # one is spare
+            sources, targets = (ranks.context.own_blocks(blocks, num_blocks) for blocks in (sources, targets))
+        self._pool.copy_blocks(sources, targets)

@@ -274,10 +274,28 @@ def test_what_context_parallel_ranks_do_not_run_is_refused(options, message):
         LLM("demo", **options)
 
 
-@pytest.mark.parametrize("options", [LAYOUTS["tokens-2"], LAYOUTS["rows-2"]], ids=["tokens", "rows"])
-def test_context_parallel_ranks_on_gpus_are_refused(options):
-    with pytest.raises(ConfigError, match="_context_parallel_size is 2, but the model runs on cuda:0: .* on CPUs only"):
-        check_context_parallel(EngineConfig(model="demo", **options), None, "cuda:0")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({**LAYOUTS["tokens-2"], "kv_cache_dtype": "turboquant_4bit"}, "does not support kv_cache_dtype 'turboquant_4bit'"),
+        ({**LAYOUTS["rows-2"], "attention_backend": "flashinfer"}, "does not support attention_backend 'flashinfer'"),
+        ({**LAYOUTS["tokens-2"], "block_size": 48}, "block_size is 48 .* must be a divisor of 256"),
+        ({**LAYOUTS["tokens-2"], "num_kv_blocks": 12}, "num_kv_blocks is 12, .* must be a multiple of 8"),
+        (
+            {**LAYOUTS["tokens-2"], "speculative_config": {"method": "mtp", "model": "demo-mtp"}},
+            "the speculative method 'mtp' is not supported with it; choose one of ngram, suffix",
+        ),
+        (
+            {**LAYOUTS["rows-2"], "speculative_config": {"method": "medusa", "model": "demo-medusa"}},
+            "choose one of ngram, suffix, lookahead, draft_model",
+        ),
+    ],
+)
+def test_what_context_parallel_ranks_on_gpus_do_not_run_is_refused(options, message):
+    spec = inspect_model(EngineConfig(model="demo")).spec
+    check_context_parallel(EngineConfig(model="demo", **LAYOUTS["tokens-2"]), spec, "cuda:0")
+    with pytest.raises(ConfigError, match=message):
+        check_context_parallel(EngineConfig(model="demo", **options), spec, "cuda:0")
 
 
 @pytest.mark.parametrize(

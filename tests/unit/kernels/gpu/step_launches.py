@@ -29,6 +29,8 @@ from quire.worker.device.variants import ServedModel, meta_decoder
 from quire.worker.step_executor import Moves
 
 META = torch.device("meta")
+OF_SHARED_KEYS = {"attend_chunks": ("chunks_ptr", torch.int32), "merge_items": ("sums_ptr", torch.float32)}
+"""What these launches have in addition where ranks share the keys of sequences."""
 RMS = NormSpec("rms", 1e-6)
 
 
@@ -60,6 +62,10 @@ def add_launches_of_steps(kind, found):
     def note(launch):
         shown = [(name, value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()]
         found.setdefault(repr((launch.kernel.fn.__name__, shown, sorted(launch.constants.items(), key=str))), launch)
+
+        name, dtype = OF_SHARED_KEYS.get(launch.kernel.fn.__name__, ("", None))
+        if kind.endswith("ranks") and name and launch.arguments[name] is None:
+            note(launch._replace(arguments={**launch.arguments, name: torch.empty(8, dtype=dtype, device=META)}))
 
     Launch.run = note
     Readback.start = lambda self, count: None

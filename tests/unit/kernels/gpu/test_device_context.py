@@ -5,16 +5,27 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
+from quire.contracts import memory as contracts_memory
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model import device_context
+from quire.model import device_context, device_rows
 from quire.model.device_decoder import DeviceDecoder
-from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
+from quire.model.device_rows import RowRanks, divide_runs
+from quire.parallel.communicator import CountingCommunicator
+from quire.worker import context_parallel, parallel_launch
+from quire.worker import memory as worker_memory
+from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
+from tests.ranks import run_threads
+from tests.thread_workers import ThreadWorkers
+from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
+from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of, tokens_of
+from tests.unit.speculate.proposers import PROPOSERS, install
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),
@@ -23,7 +34,8 @@ pytestmark = [
 
 BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 16
 FIRSTS = (1, 0)  # the ranks of the sequences' first chunks
-RUNS = [(40, 3), (1, 29), (26, 2)]  # new tokens of both sequences in each step
+RUNS = [(33, 2), (1, 1)]  # new tokens of both sequences in each step
+MORE_RUNS = [(40, 3), (1, 29), (26, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +56,10 @@ def tables_of(size):
     return tables
 
 
-def logits_of(decoder, pool, device, size):
+def logits_of(decoder, pool, device, size, all_runs=MORE_RUNS):
     """Return the logits of prompts in chunks, with and beside sequences that have few tokens."""
     tables, lengths, found = tables_of(size), [0, 0], []
-    for counts in RUNS:
+    for counts in all_runs:
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         runs = [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
         slots = [table[run // BLOCK] * BLOCK + run % BLOCK for table, run in zip(tables, runs, strict=True)]
@@ -59,27 +71,157 @@ def logits_of(decoder, pool, device, size):
     return found
 
 
-def on_one(spec, device, size, dtype, is_in_order):
+def on_one(spec, device, size, dtype, is_in_order, all_runs=MORE_RUNS):
     decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order)
-    return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device), device, size)
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+    return logits_of(decoder, pool, device, size, all_runs)
 
 
-QUICK = ("qwen3", "latent")
+def check(expected, found, is_in_order):
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("is_in_order", [True, False], ids=["deterministic", "usual"])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3", "gemma", "gpt-oss", "olmo", "latent", "late"])
-def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, device):
+def short(name):
+    """Return a model of one layer, or of two, the first of which has a window."""
     spec = spec_of(name)
-    spec = replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
-    expected = on_one(spec, device, size, dtype, is_in_order)
-    ranks = DeviceRankThreads(
-        spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size
-    )
+    return replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
+
+
+QUICK = ("qwen3", 2, "float32", True)
+CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", False),
+         ("gemma", 2, "float32", True), ("olmo", 3, "int8", False)]  # fmt: skip
+
+
+def cases(*names):
+    chosen = [case for case in CASES if case[0] in names]
+    return [(*QUICK, RUNS), *(pytest.param(*case, MORE_RUNS, marks=pytest.mark.slow) for case in chosen)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "is_in_order", "all_runs"), cases("qwen3", "latent", "gpt-oss", "gemma", "olmo")
+)
+def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, all_runs, device):
+    spec = short(name)
+    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
     pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
-    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size)):
-        for a, b in zip(expected, found, strict=True):
-            assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
+    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size, all_runs)):
+        check(expected, found, is_in_order)
     ranks.close()
+
+
+@pytest.mark.parametrize(("name", "size", "dtype", "is_in_order", "all_runs"), cases("latent", "olmo"))
+def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, all_runs, device, monkeypatch):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    spec = short(name)
+    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
+    communicators = [CountingCommunicator(each) for each in gloo_communicators(size)]
+
+    def run(rank):
+        rows = RowRanks(communicators[rank], rank)
+        decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order, rows=rows)
+        pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+        return logits_of(decoder, pool, device, size, all_runs)
+
+    for found in run_threads(size, run, timeout_s=300):
+        check(expected, found, is_in_order)
+    per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype == "int8" else 1) + 1
+    num_divided = sum(max(counts) >= 26 for counts in all_runs)
+    assert communicators[0].counts["all_gather"].num_calls == num_divided * per_step
+    for each in communicators:
+        each.close()
+
+
+def test_runs_are_divided_evenly_and_every_token_once():
+    for size in (2, 3, 8):
+        counts = (1, 200, 7, 64, 300, 1, 30)
+        pieces = divide_runs(counts, size)
+        tokens = sorted((piece.sequence, token) for own in pieces for piece in own for token in range(*piece[1:]))
+        assert tokens == [(sequence, token) for sequence, count in enumerate(counts) for token in range(count)]
+        keys = [sum(piece.last**2 - piece.first**2 for piece in own if counts[piece.sequence] >= 64) for own in pieces]
+        assert max(keys) <= 1.05 * sum(keys) / size
+    assert divide_runs((63, 1), 2) is None
+
+
+# Engines
+
+DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Let workers be threads, and chunks small, also for the scheduler."""
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    for module in (contracts_memory, worker_memory, context_parallel):
+        monkeypatch.setattr(module, "CONTEXT_CHUNK_TOKENS", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("context") / "qwen3", "qwen3", num_hidden_layers=1)
+
+
+PROMPTS = [list(range(9, 55)), [5, 9, 31], [*range(9, 41), 7]]
+
+
+def engine(folder, **options):
+    defaults = {"deterministic": True, "num_kv_blocks": 16, "max_num_seqs": 2, "max_num_batched_tokens": 40}
+    return LLM(str(folder), **(OPTIONS | defaults | options))
+
+
+def params_of(max_tokens):
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, **COMMON)
+    sampled = SamplingParams(temperature=0.9, logprobs=2, prompt_logprobs=1, max_tokens=max_tokens, **COMMON)
+    return [greedy, sampled, greedy]
+
+
+LAYOUTS = {
+    "tokens-2": {"tensor_parallel_size": 2, DCP: 2},
+    "tokens-3": {"tensor_parallel_size": 3, DCP: 3},
+    "tokens-2-of-4": {"tensor_parallel_size": 4, DCP: 2},
+    "rows-2": {PCP: 2},
+    "rows-2-of-2": {PCP: 2, "tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+def test_outputs_are_those_of_one_rank_with_cached_prefixes_and_chunked_prompts(qwen, threads, monkeypatch):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    expected = None
+    for layout in ({}, *LAYOUTS.values()):
+        llm = engine(qwen, num_kv_blocks=24, **layout)
+        found = outputs_of(llm, PROMPTS, params_of(3))
+        assert llm.llm_engine.scheduler.prefix_cache_hits > 0
+        ranks = llm.llm_engine.stats.ranks
+        assert llm.llm_engine.report.memory.num_block_places == layout.get(DCP, 1)
+        assert sum(rank.share for rank in ranks) == (pytest.approx(layout.get(PCP, 1)) if layout else 0)
+        llm.close()
+        expected = expected or found
+        assert found == expected, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUTS["tokens-2"], LAYOUTS["rows-2"]], ids=["tokens", "rows"])
+def test_tokens_are_those_of_one_rank_when_blocks_are_copied_sequences_preempted_and_drafts_verified(
+    qwen, threads, layout, monkeypatch
+):
+    monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
+    prompts = [list(range(first, first + count)) for first, count in ((9, 30), (70, 31), (130, 29))]
+    choices = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
+    expected, copied = [], []
+    drafting = [{"speculative_config": {"method": "ngram"}}] if DCP in layout else []  # rows of short runs are not divided
+    for more in ({}, layout, *drafting):
+        llm = engine(qwen, num_kv_blocks=8, max_num_seqs=3, **(layout | more if more else {}))
+        if "speculative_config" in more:
+            by_prompt = {(tuple(prompt), 0): tokens for prompt, tokens in zip(prompts, expected, strict=True)}
+            install(llm, PROPOSERS["fickle"](4, by_prompt), 4)
+        else:
+            copied.append(tokens_of(llm, [prompts[0][:20]], choices))
+        tokens = tokens_of(llm, prompts, params_of(8)[0])
+        assert llm.llm_engine.scheduler.num_preemptions > 0
+        assert ("speculative_config" in more) == (llm.llm_engine.stats.num_draft_tokens > 0)
+        llm.close()
+        expected = expected or tokens
+        assert tokens == expected
+    assert copied[0] == copied[1]

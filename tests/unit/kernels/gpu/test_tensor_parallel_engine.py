@@ -124,6 +124,7 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
     [
         ("qwen3", {"quantization": "int4", **MIXED}, {}),
         ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2, "enable_eplb": True}),
+        ("qwen3_moe", {}, {"enable_expert_parallel": True, "decode_context_parallel_size": 2, "num_kv_blocks": 64}),
     ],
 )
 def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
@@ -216,8 +217,9 @@ def adapters_of(model, folder):
         ("qwen3_moe", True, {}),
         ("qwen3_moe", True, {"enable_expert_parallel": True}),
         ("qwen3_moe", False, {"enable_expert_parallel": True}),
+        ("qwen3", True, {"decode_context_parallel_size": 2, "num_kv_blocks": 64}),
     ],
-    ids=["sums", "columns", "whole-experts", "divided-rows"],
+    ids=["sums", "columns", "whole-experts", "divided-rows", "shared-tokens"],
 )
 def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family, is_deterministic, options, monkeypatch):
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)  # rows are sent to the ranks of their experts

@@ -16,6 +16,7 @@ from quire.worker.device.memory import (
     Recordings,
     estimate_memory,
     estimated_usage,
+    gathered_bytes,
     measure_usage,
     plan_device_memory,
 )
@@ -274,6 +275,25 @@ def test_the_estimate_counts_adapters(tmp_path, monkeypatch):
 
     of_one_rank = 2 * (4096 + 4096 + 150_000 + 4096)  # of q and the head, in bfloat16
     assert weight_bytes(enable_lora=True, max_loras=3, max_lora_rank=8) - weight_bytes() == 3 * 8 * of_one_rank
+
+
+def test_ranks_that_share_the_tokens_have_blocks_for_as_many_times_the_tokens_and_a_spare_one():
+    usage, options = DeviceUsage(141 * GIB, GIB, 16 * GIB, 4 * GIB), {"tensor_parallel_size": 4}
+    one = plan_device_memory(config(**options), kv(), usage, 4096, 2048)
+    shared = plan_device_memory(config(**options, decode_context_parallel_size=4), kv(), usage, 4096, 2048)
+    assert shared.num_kv_blocks % 16 == 0  # chunks of 256 tokens are four blocks
+    assert shared.num_local_blocks in range(one.num_kv_blocks - 4, one.num_kv_blocks)
+    assert shared.kv_bytes == shared.num_local_blocks * kv().bytes_per_block
+    assert shared.activation_bytes == usage.activation_bytes + kv().bytes_per_block
+    asked = config(**options, decode_context_parallel_size=4, kv_cache_memory_bytes=40 * kv().bytes_per_block)
+    assert plan_device_memory(asked, kv(), usage, 4096, 2048).num_local_blocks == 40
+
+
+def test_memory_for_gathered_keys_is_that_of_the_longest_sequence_in_a_layer():
+    shared = config(tensor_parallel_size=2, decode_context_parallel_size=2)
+    keys = gathered_bytes(shared, kv(), 131072) - gathered_bytes(shared, kv(), 1024)
+    assert keys == 3 * (131072 - 16384) * kv().bytes_per_block // 64 // 36
+    assert gathered_bytes(config(), kv(), 131072) == 0
 
 
 def test_the_estimate_counts_experts_that_move(tmp_path, monkeypatch):
