@@ -61,7 +61,11 @@ def _read_attention(config: ConfigView, kind: LayerType, window: int | None) -> 
     v_dim, num_kv_heads = config.integer("v_head_dim"), config.integer("num_key_value_heads")
     if v_dim > head_dim:
         raise config.error("v_head_dim", v_dim, f"at most head_dim ({head_dim})")
-    num_kv_heads *= 1 if window is None else _KV_HEADS_WITH_WINDOW
+    if window is not None:
+        num_kv_heads *= _KV_HEADS_WITH_WINDOW
+        if config.raw("swa_num_key_value_heads") not in (None, num_kv_heads):
+            given = config.raw("swa_num_key_value_heads")
+            raise config.error("swa_num_key_value_heads", given, f"twice num_key_value_heads ({num_kv_heads})")
     if num_heads % num_kv_heads:
         raise config.error("num_attention_heads", num_heads, f"a multiple of the key and value heads ({num_kv_heads})")
     scale = config.nullable_number("attention_value_scale")
