@@ -274,6 +274,7 @@ def test_states_start_anew_when_the_engine_has_slept(checkpoint, expected, level
         ({"tensor_parallel_size": 2, "enable_dp_attention": True}, "enable_dp_attention is True"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
+        ({"kv_host_bytes": 16_000}, "a KV block and a state take [0-9]* bytes of kv_host_bytes, which is 16000"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
         ({"kv_cache_dtype": "turboquant_4bit"}, "kv_cache_dtype 'turboquant_4bit'"),
         ({"speculative_config": {"method": "lookahead"}}, "method 'lookahead' is not supported"),

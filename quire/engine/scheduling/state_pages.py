@@ -193,7 +193,8 @@ class StatePages:
         key = state_page_keys(block_key, self.num_pages)[page]
         if key not in self._tier:
             entry = self._index.find(block_key)
-            if entry is None or not (pages := self._pages(entry)) or not self._tier.save(*pages[page]):
+            pages: Pages = () if entry is None else self._pages(entry)
+            if not pages or not self._tier.save(*pages[page]):
                 return None
         return self._tier.slot_of(key)
 

@@ -100,6 +100,18 @@ def test_prompt_is_saved_at_once_when_it_is_to_be_retained():
     driver.check_outputs()
 
 
+@pytest.mark.parametrize(("kv_save", "keep_s"), [("reused", 300.0), ("write_through", 0.0)])
+def test_state_of_a_prompt_is_saved_at_once_with_its_blocks(kv_save, keep_s):
+    driver = Driver(tier_config(kv_save=kv_save, num_state_checkpoints=4, num_state_pages=2, max_num_drafts=0))
+    run_one(driver, 0, range(22), keep_s=keep_s)
+    tier = driver.scheduler.kv.host_tier
+    assert len(tier) == 5 + 2
+    assert {tier.keep_s(slot) for slot in range(32) if tier.key_of(slot) is not None} == {keep_s}
+    run_one(driver, 1, range(50, 78))
+    assert run_one(driver, 2, range(22)) == 20
+    driver.check_outputs()
+
+
 def test_prompt_and_output_are_saved_as_they_are_computed_with_write_through():
     driver = Driver(tier_config(kv_save="write_through"))
     driver.add(make_request(0, range(22), max_tokens=7))
