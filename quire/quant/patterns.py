@@ -57,7 +57,7 @@ class ModulePattern:
         options = re2.Options()
         options.max_mem, options.log_errors, options.never_capture = _MAX_MEMORY, False, True
         try:
-            self._compiled = re2.compile(_encode(text), options)
+            self._compiled = re2.compile(text.encode(errors="surrogatepass"), options)
         except re2.error as error:
             raise _unsupported(text, error.args[0].decode(errors="replace")) from error
 
@@ -72,11 +72,7 @@ class ModulePattern:
                 "where the quantisation config has patterns"
             )
         self._budget.spend(len(name) * self._compiled.programsize, self.text)
-        return self._compiled.match(_encode(name)) is not None
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
+        return self._compiled.match(name.encode(errors="surrogatepass")) is not None
 
 
 def _unsupported(text: str, problem: str) -> UnsupportedError:
