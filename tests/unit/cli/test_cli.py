@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.cli.main import main
+from tests.needs_re2 import needs_re2
 from tests.unit.engine.one_compiler import one_compiler
 
 
@@ -244,6 +245,7 @@ def test_bench_perplexity_compares_precisions_and_writes_its_figures(capsys, tin
     assert "%" in out.splitlines()[1]
 
 
+@needs_re2
 def test_quantize_writes_a_checkpoint_that_generates(capsys, tiny_model, tmp_path):
     status, out, _ = run(capsys, "quantize", tiny_model, tmp_path / "out", "--to", "int4", "--no-progress")
     assert status == 0

@@ -7,6 +7,7 @@ import torch
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.config import read_quantization
 from quire.quant.readers import gather_weights
+from tests.needs_re2 import needs_re2
 from tests.unit.quant import packers
 
 ROWS, COLUMNS, GROUP = 33, 96, 32
@@ -135,6 +136,7 @@ def test_float8_weight_is_exact(strategy, shape, options):
     assert torch.equal(got, weight.float() * torch.from_numpy(whole))
 
 
+@needs_re2
 def test_each_module_follows_the_group_that_names_it():
     weights = {"type": "int", "symmetric": True, "strategy": "channel"}
     groups = {
@@ -197,6 +199,7 @@ def test_weight_is_refused_when_its_values_cannot_be():
         _weight({"weight": torch.full((2, 4), 9, dtype=torch.int8), "weight_scale": torch.ones(2, 1)}, narrow).load()
 
 
+@needs_re2
 def test_module_is_refused_when_the_config_ignores_it():
     values = {"config_groups": {"a": {"targets": ["re:.*down"], "weights": {"num_bits": 4}}}, "format": "pack-quantized"}
     with pytest.raises(ModelFormatError, match=r"m\.q_proj is stored quantised, but .* contradicts itself"):

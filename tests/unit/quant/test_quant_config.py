@@ -5,6 +5,7 @@ import pytest
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.compressed_config import CompressedTensorsConfig
 from quire.quant.config import AwqConfig, BitsAndBytesConfig, Fp8Config, GptqConfig, GptqScheme, read_quantization
+from tests.needs_re2 import needs_re2
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -56,6 +57,7 @@ def test_config_is_read(values, expected):
     assert _read(values) == expected
 
 
+@needs_re2
 def test_compressed_scheme_is_read():
     config = _read(_compressed(kv_cache_scheme={"num_bits": 8}, ignore=["lm_head", "re:.*gate$"], unknown_key=1))
     assert isinstance(config, CompressedTensorsConfig)
@@ -95,9 +97,13 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         ({**GPTQ, "sym": False, "meta": {"quantizer": ["gptqmodel:5.0.0"]}}, "'gptqmodel:5.0.0'.*is not in the file"),
         ({**GPTQ, "sym": False, "meta": {"quantizer": "gptqmodel:6.0.3"}}, "is not in the file"),
         ({**GPTQ, "bits": 3, "sym": False, "meta": {"quantizer": "gptqmodel:4.2.5"}}, "3 bits"),
-        ({**GPTQ, "sym": False, "dynamic": {"a": {"bits": 3}}, "meta": {"quantizer": "gptqmodel:4.2.5"}}, "3 bits"),
+        pytest.param(
+            {**GPTQ, "sym": False, "dynamic": {"a": {"bits": 3}}, "meta": {"quantizer": "gptqmodel:4.2.5"}},
+            "3 bits",
+            marks=needs_re2,
+        ),
         ({**GPTQ, "sym": False, "meta": {"quantizer": "other:7.0.0"}}, "meta.quantizer"),
-        ({**GPTQ, "dynamic": {"-:(?!x)": {}}}, "look-around"),
+        pytest.param({**GPTQ, "dynamic": {"-:(?!x)": {}}}, "look-around", marks=needs_re2),
         ({**GPTQ, "dynamic": {"a" * 5000: {}}}, "5000 characters"),
         ({**GPTQ, "dynamic": {f"a{n}": {} for n in range(1000)}}, "1000 patterns"),
         ({**AUTO_ROUND, "packing_format": "auto_round"}, "packing_format 'auto_round' .*supported: auto_round:auto_gptq"),
@@ -130,7 +136,7 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         (_compressed({"dynamic": True}), "dynamic True"),
         (_compressed({"type": "float"}), "type 'float'"),
         (_compressed({"type": "float", "num_bits": 4}, format="float-quantized"), "num_bits 4"),
-        (_compressed(ignore=["re:(a)\\1"]), "escape"),
+        pytest.param(_compressed(ignore=["re:(a)\\1"]), "escape", marks=needs_re2),
         (_compressed(ignore=[f"re:a{n}" for n in range(1000)]), "more patterns of module names"),
         ({**COMPRESSED, "config_groups": {str(n): GROUP for n in range(1000)}}, "1000 groups"),
     ],
@@ -178,6 +184,7 @@ def test_config_is_refused_when_it_is_wrong(values, message):
         _read(values)
 
 
+@needs_re2
 def test_first_dynamic_pattern_that_matches_decides():
     dynamic = {
         r"-:.*\.gate$": {},
@@ -193,6 +200,7 @@ def test_first_dynamic_pattern_that_matches_decides():
     assert config.find_scheme("model.layers.1.mlp.up_proj") == GptqScheme(4, None, False, True)
 
 
+@needs_re2
 @pytest.mark.parametrize("writer", ["gptqmodel:1.4.0", "gptqmodel:4.2.5", "gptqmodel:7.3.1", "gptqmodel:7.7.0-dev"])
 def test_asymmetric_first_format_is_read_when_its_writer_is_sound(writer):
     meta = {"quantizer": [writer]}
