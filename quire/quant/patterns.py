@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from types import ModuleType
 
 from quire.base.errors import ModelFormatError, UnsupportedError
@@ -16,6 +17,10 @@ _MAX_WORK = 5_000_000_000
 """Maximum number of characters matched, each times the size of its pattern's program: for real patterns a few dozen."""
 _OTHER_MEANING = re.compile(r"\{(,|[0-9,]*[0-9]{5})|\[:|\\[1-9][0-9]")
 """What RE2 accepts with another meaning than Python's `re`, for which configs are written: it is refused."""
+
+_CHOICES = re.compile(r"(?s)\\.|\(\?|\)?[*+{?]|\(")
+_MAX_CHOICES = 6
+"""Repeats and groups of a pattern that is matched without google-re2."""
 
 
 class MatchingBudget:
@@ -38,7 +43,8 @@ class ModulePattern:
     """A regular expression for module names, which matches a prefix of a name.
 
     The constructor raises UnsupportedError for what RE2 does not support (look-around, back references), for what it would
-    match otherwise than Python's `re`, for patterns that are too long or too large, and where google-re2 is not installed.
+    match otherwise than Python's `re`, and for patterns that are too long or too large. Where google-re2 is not installed (a
+    source tree that was not installed), it is raised for all but simple patterns.
 
     budget  shared with the other patterns of its config; None: its own
     """
@@ -51,15 +57,10 @@ class ModulePattern:
             )
         self.text = text
         self._budget = budget or MatchingBudget()
-        re2 = _import_re2(text)
         if found := _OTHER_MEANING.search(text):
             raise _unsupported(text, f"{found[0]!r} has another meaning in RE2")
-        options = re2.Options()
-        options.max_mem, options.log_errors, options.never_capture = _MAX_MEMORY, False, True
-        try:
-            self._compiled = re2.compile(text.encode(errors="surrogatepass"), options)
-        except re2.error as error:
-            raise _unsupported(text, error.args[0].decode(errors="replace")) from error
+        re2 = _import_re2()
+        self._match, self._size = _compile_simple(text) if re2 is None else _compile(re2, text)
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches a prefix of the name.
@@ -71,8 +72,8 @@ class ModulePattern:
                 f"the checkpoint has a module name of {len(name)} characters ({name[:40]!r}...); at most {_MAX_NAME} are read "
                 "where the quantisation config has patterns"
             )
-        self._budget.spend(len(name) * self._compiled.programsize, self.text)
-        return self._compiled.match(name.encode(errors="surrogatepass")) is not None
+        self._budget.spend(len(name) * self._size, self.text)
+        return self._match(name) is not None
 
 
 def _unsupported(text: str, problem: str) -> UnsupportedError:
@@ -82,11 +83,35 @@ def _unsupported(text: str, problem: str) -> UnsupportedError:
     )
 
 
-def _import_re2(text: str) -> ModuleType:
+def _compile(re2: ModuleType, text: str) -> tuple[Callable[[str], object | None], int]:
+    """Return what matches a pattern, and the size of its program."""
+    options = re2.Options()
+    options.max_mem, options.log_errors, options.never_capture = _MAX_MEMORY, False, True
+    try:
+        compiled = re2.compile(text.encode(errors="surrogatepass"), options)
+    except re2.error as error:
+        raise _unsupported(text, error.args[0].decode(errors="replace")) from error
+    return lambda name: compiled.match(name.encode(errors="surrogatepass")), compiled.programsize
+
+
+def _compile_simple(text: str) -> tuple[Callable[[str], object | None], int]:
+    """Do so without google-re2, for patterns that `re` matches in little time: they have few choices, and no repeated group."""
+    plain = text.replace("(?:", "(")
+    choices = [found[0] for found in _CHOICES.finditer(plain) if found[0][0] != "\\"]
+    if len(choices) > _MAX_CHOICES or any(choice in (")*", ")+", "){", "(?") for choice in choices):
+        raise UnsupportedError(
+            f"the pattern {text[:80]!r} of module names needs the package google-re2, which is not installed: "
+            "pip install google-re2"
+        )
+    try:
+        compiled = re.compile(text, re.ASCII)
+    except re.error as error:
+        raise _unsupported(text, str(error)) from error
+    return compiled.match, _MAX_NAME
+
+
+def _import_re2() -> ModuleType | None:
     try:
         return importlib.import_module("re2")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the pattern {text[:80]!r} of module names needs the package google-re2, which cannot be imported ({error}): "
-            "pip install google-re2"
-        ) from error
+    except ImportError:
+        return None

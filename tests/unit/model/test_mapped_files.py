@@ -13,7 +13,6 @@ from quire.base.errors import ModelFormatError
 from quire.model.mapped_files import MappedFiles
 from quire.model.quantized_writer import write_quantized
 from quire.model.stored_tensors import open_tensors
-from tests.needs_re2 import needs_re2
 from tests.ranks import open_descriptors
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -47,7 +46,7 @@ def load_while_it_is_cut(path, file):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=[pytest.mark.slow, needs_re2]), "pickled"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow), "pickled"])
 def test_folder_is_refused_when_its_file_becomes_shorter(tmp_path, kind):
     folder = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     if kind == "quantised":

@@ -27,7 +27,6 @@ needs_native = pytest.mark.skipif(load_native() is None, reason="the native kern
 
 def write(tmp_path, family):
     """Write a checkpoint of int4 and int8 weights."""
-    pytest.importorskip("re2")
     return write_quantized(write_checkpoint(tmp_path / "source", family), tmp_path / "quantised", "int4").folder
 
 

@@ -191,8 +191,12 @@ def test_long_module_name_is_refused_where_there_are_patterns():
     assert ModulePattern("a").matches("a" * 512)
 
 
-def test_missing_package_is_named(monkeypatch):
+def test_simple_patterns_alone_are_matched_where_google_re2_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "re2", None)
-    with pytest.raises(UnsupportedError, match="'a.b'.*pip install google-re2"):
-        _compressed(["a.b"])
-    assert _compressed([]).find_scheme("a") is not None
+    written = ModulePattern(r"(.*\.)?model\.layers\.(0|1|17)\.mlp\.(gate|up)_proj$")
+    assert written.matches("model.layers.17.mlp.up_proj")
+    assert written.matches("language.model.layers.0.mlp.gate_proj")
+    assert not written.matches("model.layers.2.mlp.up_proj")
+    for text in ("(a+)+$", "a?" * 7 + "a" * 7, "(a|a)" * 7, ".*.*.*.*.*.*.*b", "(?!x)", "(?i)x"):
+        with pytest.raises(UnsupportedError, match="needs the package google-re2"):
+            ModulePattern(text)

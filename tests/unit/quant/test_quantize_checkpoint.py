@@ -16,7 +16,6 @@ from quire.model.config_reader import read_model_spec
 from quire.model.quantized_writer import write_quantized
 from quire.quant.parameters import QuantizedStack
 from quire.quant.quantize import INT8, Scheme, quantize_weight
-from tests.needs_re2 import needs_re2
 from tests.tiny_checkpoint import write_checkpoint
 
 INT4 = Scheme("linear", 32)
@@ -24,7 +23,6 @@ STORIES = Path(__file__).resolve().parents[4] / "shared" / "data" / "checkpoints
 
 
 def load(folder):
-    pytest.importorskip("re2")
     return load_parameters(folder, read_model_spec(folder))
 
 
@@ -85,7 +83,6 @@ def test_shards_hold_what_one_file_holds_when_the_limit_is_small(tiny_model, tmp
     assert load(tmp_path / "many").keys() == load(tmp_path / "one").keys()
 
 
-@needs_re2
 def test_copy_works_without_the_original(tiny_model, tmp_path):
     from quire import LLM, SamplingParams
 
@@ -176,7 +173,6 @@ def test_folder_with_files_is_refused(tiny_model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@needs_re2
 def test_checkpoint_that_is_quantised_already_is_refused(tiny_model, tmp_path):
     from quire import LLM
 

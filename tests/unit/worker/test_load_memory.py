@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from quire.kernels.native import load_native
 from quire.model.quantized_writer import write_quantized
 from tests.gguf_writer import Q8_0, write_gguf
-from tests.needs_re2 import needs_re2
 from tests.tiny_checkpoint import write_checkpoint
 
 pytestmark = [
@@ -103,7 +102,7 @@ def test_peak_of_loading_is_near_the_packed_weights(folders, kind, quantization)
     check_peak(folders(kind), quantization)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("int4", marks=needs_re2), "gguf"])
+@pytest.mark.parametrize("kind", [pytest.param("int4"), "gguf"])
 def test_peak_of_loading_is_near_the_packed_weights_when_they_are_stored_quantised(folders, kind):
     check_peak(folders(kind), "")
 

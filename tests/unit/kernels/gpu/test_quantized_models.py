@@ -26,7 +26,6 @@ from quire.model.quantized_writer import write_quantized
 from quire.quant.gguf_blocks import device_bytes, unpack_blocks
 from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
 from quire.worker.device.memory import device_weight_bytes
-from tests.needs_re2 import needs_re2
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.quantized_checkpoints import SIZES, write
@@ -109,7 +108,6 @@ def test_what_no_kernel_runs_narrow_is_dense_and_the_log_says_so(tmp_path, famil
     assert (device_logits(model, device) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@needs_re2
 def test_our_own_int4_checkpoints_stay_narrow(tmp_path, device):
     dense = write_checkpoint(tmp_path / "dense", "qwen3", **SIZES)
     written = write_quantized(dense, tmp_path / "int4", "int4", 32)
