@@ -122,7 +122,7 @@ class EngineConfig:
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
     save_expert_load        write the tokens of each expert to this file when the engine is closed. Without
-                            prefill_context_parallel_size, and on GPUs without pipeline stages
+                            prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
                             tokens
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness

@@ -209,6 +209,7 @@ class DeviceDecoder:
         return self.rows.gather(self._forward(*own, divided.step, pool), divided)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, step: DeviceAttentionMetadata, pool: DeviceKvPool) -> Tensor:
+        stored = step.slots if step.homes is None else step.homes.slots  # of all ranks
         if self.ranks is not None and self.ranks.context is not None:
             step = self.ranks.context.localize(step, pool.num_blocks - 1, pool.spec.block_size)  # one is spare
         x = None if self._embed is None else self._embed(token_ids, positions)
@@ -222,7 +223,7 @@ class DeviceDecoder:
         if self._offload is not None:
             self._offload.begin()
         if self._real_rows is not None:
-            self._real_rows.begin(step.slots if step.homes is None else step.homes.slots)
+            self._real_rows.begin(stored)
         if step.homes is not None and self.ranks is not None:
             with self.ranks.divided_rows(x, step.homes.sizes) as own:
                 positions = positions[self.ranks.own_rows(len(positions))].clone()

@@ -107,7 +107,8 @@ class DeviceLayer:
         kinds = self._rope, is_in_order, prefix, self._context
         self._latent = None if attention.latent is None else LatentAttention(attention, own, *kinds)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
-        self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
+        rows = None if gate is None or ranks is None else (len(gate) // attention.num_heads * ranks.num_heads,)
+        self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order, rows)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
 
     def watch_experts(self, lossy: LossyRouting, rows: RealRows) -> None:

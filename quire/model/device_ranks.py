@@ -212,6 +212,11 @@ class LayerRanks:
         """The group."""
         return self._ranks
 
+    @property
+    def num_heads(self) -> int:
+        """Query heads of all ranks together."""
+        return sum(each.heads.size for each in self._heads)
+
     def close_block(self, name: str, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """Return the output [T, hidden_size] of attention ("o") or of the feed-forward block ("down").
 

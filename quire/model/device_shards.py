@@ -130,7 +130,7 @@ class DeviceShard:
             return None
         _, index, *middle, _ = name.split(".")
         module, shard = ".".join(middle), self.own.layers[int(index)]
-        if module in ("q", "kv_b", "sinks"):
+        if module in ("q", "kv_b", "sinks", "attn_gate"):
             return [_scaled(shard.heads.heads, num_rows // shard.total_heads)]
         if module in ("k", "v"):
             return [_scaled(shard.heads.kv_heads, num_rows // shard.total_kv_heads)]

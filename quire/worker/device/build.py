@@ -400,7 +400,7 @@ def _compile_ahead(
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
     if device.type != "cuda" or config.decode_context_parallel_size > 1:
-        return None  # their layers are compiled in the largest step, before the engine is ready
+        return None  # what the largest step does not launch, such as decode steps, is compiled by the first step that does
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()

@@ -7,6 +7,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.contracts import memory as contracts_memory
+from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
@@ -131,6 +132,24 @@ def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtyp
     assert communicators[0].counts["all_gather"].num_calls == num_divided * per_step
     for each in communicators:
         each.close()
+
+
+@pytest.mark.parametrize("lossy", [LossyRouting(), pytest.param(LossyRouting(min_share=0.6), marks=pytest.mark.slow)])
+def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(lossy, device):
+    spec = replace(spec_of("shared-experts"), layers=spec_of("shared-experts").layers[:1])
+
+    def run(decoder, pool):
+        decoder.watch_experts(lossy)
+        return logits_of(decoder, pool, device, 2, RUNS), decoder.expert_counts()
+
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, "float32"), 2 * BLOCKS_PER_RANK, device)
+    expected, counts = run(DeviceDecoder(spec, parameters_of(spec), 128, device, None, not lossy), pool)
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 128, device, not lossy, context_size=2)
+    pools = ranks.pools(BLOCK, "float32", BLOCKS_PER_RANK + 1, device)
+    for found in ranks.call(lambda decoder, rank: run(decoder, pools[rank])):
+        check(expected, found[0], not lossy)
+        assert found[1] == counts
+    ranks.close()
 
 
 def test_runs_are_divided_evenly_and_every_token_once():
