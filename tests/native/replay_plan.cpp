@@ -121,7 +121,7 @@ struct Replay {
         NUMBER(is_qk_norm_whole) NUMBER(is_qk_norm_each) NUMBER(is_qk_norm_last) NUMBER(top_k) NUMBER(is_renormalized) NUMBER(is_parallel) NUMBER(clip)
         NUMBER(query_beta) NUMBER(query_max) NUMBER(query_offset) NUMBER(positive) NUMBER(negative) NUMBER(gate_limit) NUMBER(gate_slope)
         NUMBER(weighs_inputs) NUMBER(output_scale) NUMBER(attention_out_scale) NUMBER(mixer_out_scale) NUMBER(gate_scale) NUMBER(down_scale)
-        NUMBER(is_expert_gated)
+        NUMBER(is_expert_gated) NUMBER(has_head_gate)
         throw std::runtime_error("unknown number " + name);
     }
     void set_weight() {

@@ -245,7 +245,7 @@ def build_rank(
         ranks, kv = None if group is None else group.ranks, report.memory.kv
         num_moving = moving_bytes(config, report.spec, report.parameters)
         own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
-        plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
+        plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, (before, group))
         plan = _agreed_plan(plan, report, decoder, group)
         _give_memory(config, report, plan, own, device, group, slab)
         if recorder is not None:
@@ -440,10 +440,15 @@ class _Measured(NamedTuple):
             each.record_samples()
 
 
-def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
+def _measured_plan(
+    config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, start: tuple[MemoryBefore, GpuGroup | None]
+) -> MemoryPlan:
+    before, group = start
     num_recordings = sum(len(each.keys) for each in own.steppers)
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
+    if group is not None and config.enable_dp_attention:  # all that was run was at the first home; it may be at any one
+        usage = replace(usage, activation_bytes=-group.least(-usage.activation_bytes))
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     held += own.moving_bytes
     held += tier_staging_bytes(config, kv, own.page_shares) + gathered_bytes(config, kv, own.sizes.max_model_len)

@@ -270,6 +270,7 @@ class StepLauncher:
         frame = self._decode_frame(key)
         host = frame.staged.host
         own = b"" if step.adapters is None else step.adapters.tobytes()
+        own += b"" if order is None else order.places.tobytes()
         slots = (key, self.sampling_table.num_changes, step.rows.tobytes(), own)
         if self._staging.holds != slots:
             fill_decode_slots(host, step, self.padding_slot)
