@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.config_reader import is_base_model, is_multimodal, read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
@@ -54,8 +54,9 @@ def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
 def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     """Return canonical name -> parameter, still in the checkpoint, as `parameter_shapes` lists them.
 
-    Names, shapes and dtypes are checked here, values when a parameter is opened. As in transformers, an lm_head.weight that
-    differs from the embedding is returned even if the config says tied; the decoder uses it if it exists.
+    Names, shapes, dtypes and tables of experts are checked here, other values when a parameter is opened. As in transformers,
+    an lm_head.weight that differs from the embedding is returned even if the config says tied; the decoder uses it if it
+    exists.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
@@ -70,7 +71,9 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
         refuse_undeclared(wanted, expected, folder)
     _check_names(stored, expected, page, folder)
     integers = integer_parameters(spec)
-    _check_tensors(stored, expected, folder, {sources[name].groups[0][0].name for name in integers})
+    tables = {name: sources[name].groups[0][0].name for name in integers}
+    _check_tensors(stored, expected, folder, {*tables.values()})
+    _check_tables(stored, tables, spec, folder)
     dtypes = dict.fromkeys(sources, getattr(torch, spec.dtype)) | dict.fromkeys(float32_parameters(spec), torch.float32)
     dtypes |= dict.fromkeys(integers, torch.int64)
     tensors = StoredTensors(stored, files)
@@ -252,6 +255,19 @@ def _is_needless_bias(name: str, stored: Stored) -> bool:
     if kind != "bias" or not isinstance(bias, Tensor) or not isinstance(stored.get(f"{module}.weight"), StoredWeight):
         return False
     return not bool(bias.any())
+
+
+def _check_tables(stored: Stored, tables: Mapping[str, str], spec: ModelSpec, folder: Path) -> None:
+    """Refuse a table that names an expert which does not exist. tables: canonical name -> stored name."""
+    for name, stored_name in tables.items():
+        table, mlp = stored[stored_name], spec.layers[int(name.split(".")[1])].mlp
+        if not isinstance(table, Tensor) or not isinstance(mlp, MoeSpec):
+            continue
+        wrong = table[(table < 0) | (table >= mlp.num_experts)]
+        if len(wrong) > 0:
+            raise ModelFormatError(
+                f"{folder}: {stored_name} must name experts from 0 to {mlp.num_experts - 1}, got {int(wrong[0])}"
+            )
 
 
 def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path, integers: Container[str]) -> None:

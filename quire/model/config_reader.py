@@ -51,6 +51,8 @@ _HARMLESS = {
 
 
 _MAX_LAYERS = 10_000
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+"""Keys of the number of layers, of which a family reads one."""
 _STORED_DTYPES: dict[bytes, Dtype] = {b"F32": "float32", b"BF16": "bfloat16", b"F16": "float16"}
 
 
@@ -87,9 +89,10 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
     _refuse_options(values, file)
     config = ConfigView(model_type, values, file)
     generation_config = ConfigView(model_type, generation, generation_file)
-    num_layers = values.get("num_hidden_layers", values.get("n_layer", 1))
-    if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
-        raise config.error("num_hidden_layers", num_layers, f"at most {_MAX_LAYERS}")
+    for key in _LAYER_COUNTS:
+        num_layers = values.get(key)
+        if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
+            raise config.error(key, num_layers, f"at most {_MAX_LAYERS}")
     spec = FAMILIES.get(model_type).read_spec(config)
     if _is_bidirectional(whole, values, file):
         spec = _attend_both_ways(spec, is_halved=values.get("use_bidirectional_attention") is True)

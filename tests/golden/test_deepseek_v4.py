@@ -70,6 +70,16 @@ def test_configs_of_other_models_are_refused(checkpoint, tmp_path, values, error
         read_model_spec(changed(checkpoint, tmp_path, **values))
 
 
+@pytest.mark.parametrize("expert", [-1, 6])
+def test_tables_that_name_an_expert_that_does_not_exist_are_refused(checkpoint, tmp_path, expert):
+    folder = changed(checkpoint, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.ffn.gate.tid2eid"][7, 0] = expert
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=f"1.ffn.gate.tid2eid must name experts from 0 to 5, got {expert}"):
+        load_model(folder)
+
+
 def test_the_layers_of_the_published_models_are_the_default(checkpoint, tmp_path):
     folder = changed(checkpoint, tmp_path, layer_types=None, mlp_layer_types=None, compress_rates=None)
     spec = read_model_spec(folder)

@@ -58,11 +58,12 @@ def choose_blocks(heads: Tensor, keys: Tensor, positions: Tensor, indexer: Block
 
     heads, keys  [T, Hi, Di], [N, Di]
     """
-    size = indexer.block_size
+    size = min(indexer.block_size, len(keys))  # blocks as long as the sequence are one block
     is_seen = torch.arange(len(keys)) <= positions[:, None]
     scores = torch.matmul(heads.float().transpose(0, 1), keys.float().T).masked_fill(~is_seen, -torch.inf)
     scores = F.pad(scores, (0, -len(keys) % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
-    local = ((positions // size)[:, None] - torch.arange(indexer.num_local)).clamp(min=0)
+    num_local = min(indexer.num_local, scores.shape[-1])
+    local = ((positions // size)[:, None] - torch.arange(num_local)).clamp(min=0)
     scores = scores.scatter(-1, local.expand(len(scores), -1, -1), torch.inf)
     chosen = scores.topk(min(indexer.top_blocks, scores.shape[-1]), dim=-1).indices
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict, Unpack
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.contracts.model_spec import (
     Activation,
     AttentionSpec,
@@ -30,6 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
+_MAX_ALIBI_HEADS = 4096
 
 
 def read_head_dim(config: ConfigView) -> int:
@@ -68,6 +69,8 @@ def read_attention(config: ConfigView, rope: RopeSpec | None = None, has_bias: b
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """Return the slopes of ALiBi: a geometric series to 2 ** -max_bias; where the heads are no power of two, that of the next
     power, each second one first."""
+    if num_heads > _MAX_ALIBI_HEADS:
+        raise ModelFormatError(f"the heads of a model with ALiBi must be at most {_MAX_ALIBI_HEADS}, got {num_heads}")
     power = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-max_bias * (index + 1) / power) for index in range(power)]
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.model_spec import AttentionSpec, NormSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference import attention
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput, attend, store_kv
+from quire.kernels.reference.block_sparse import choose_blocks
 
 HEAD_DIM = 8
 
@@ -174,3 +176,10 @@ def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_s
         torch.testing.assert_close(
             out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec, sinks), atol=2e-6, rtol=2e-6
         )
+
+
+def test_blocks_longer_than_the_sequence_are_one_block():
+    heads, keys = torch.randn(7, 2, 8), torch.randn(7, 8)
+    indexer = BlockIndexerSpec(2, 8, block_size=2**40, top_blocks=2**40, num_local=2**40, norm=NormSpec("rms", 1e-6))
+    chosen = choose_blocks(heads, keys, torch.arange(7), indexer)
+    assert torch.equal(chosen, torch.ones(2, 7, 7, dtype=torch.bool).tril())

@@ -37,6 +37,20 @@ def test_absurd_number_of_layers_is_refused(tiny_model, tmp_path):
         inspect_model(write(tmp_path, tiny_model, num_hidden_layers=10**6))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "values", "reason"),
+    [
+        ("mpt", {"n_layers": 2**40}, "n_layers must be at most 10000"),
+        ("exaone", {"num_layers": 2**40}, "num_layers must be at most 10000"),
+        ("mpt", {"n_heads": 2**40, "d_model": 2**40}, "heads of a model with ALiBi must be at most 4096, got 1099511627776"),
+    ],
+)
+def test_absurd_sizes_under_other_names_are_refused(tmp_path, model_type, values, reason):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    with pytest.raises(ModelFormatError, match=reason):
+        read_model_spec(tmp_path)
+
+
 def test_absurd_rope_factor_is_refused(tiny_model, tmp_path):
     with pytest.raises(ModelFormatError, match="factor"):
         inspect_model(write(tmp_path, tiny_model, rope_scaling={"rope_type": "linear", "factor": 10**400}))

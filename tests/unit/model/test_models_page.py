@@ -30,7 +30,8 @@ one of these values of `model_type`; every other one is refused with the nearest
 [`--model-impl transformers`](reference/models.md#models-of-the-transformers-library).
 
 - **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
-- **GPU**: "yes" means it runs with `device="cuda"`.
+- **GPU**: "yes" means that it may run with `device="cuda"`, as its layers have nothing that the GPU kernels lack. Tests compare
+  types whose layers differ from those of all others with the CPU, in Triton's interpreter; not every type.
 - **GGUF**: values of `general.architecture` that it is loaded from, read as llama.cpp's converter writes them; "-": from
   safetensors only, as that converter does not know the type (files of Bamba, which have a rope, of MPT, Sarvam
   30B, Laguna and of Granite mixtures with windows are refused). Weights of every model may be

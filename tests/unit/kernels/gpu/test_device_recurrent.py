@@ -27,7 +27,7 @@ QUICK = ("qwen3-next", "falcon-h1")
 SLOW = (
     *("qwen3-5", "qwen3-5-moe", "qwen3-next-dense", "lfm2", "lfm2-moe", "lfm2-plain", "bamba", "bamba-options"),
     *("granite-hybrid", "granite-hybrid-dense", "jamba", "jamba-dense", "falcon-h1-norm", "falcon-h1-gate"),
-    *("nemotron-h", "nemotron-h-options", "kimi-linear", "mamba", "mamba2", "zamba2"),
+    *("nemotron-h", "nemotron-h-options", "kimi-linear", "mamba", "mamba2", "zamba2", "olmo-hybrid"),
 )
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("few_programs")]
