@@ -120,6 +120,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes)),
         "page": _page_name(config, report),
         **_states_name(config, report),
+        **_routing_name(config),
     }
 
 
@@ -136,6 +137,11 @@ def _states_name(config: EngineConfig, report: ModelReport) -> dict[str, str]:
     """Return how recurrent states are laid out; nothing where there are none."""
     kv = report.memory.kv
     return {"states": repr((kv.dtype, config.parallel.shares, kv.state_shapes))} if state_bytes(report.memory) else {}
+
+
+def _routing_name(config: EngineConfig) -> dict[str, str]:
+    """Return the options by which experts are chosen in another way than the model's; nothing where there are none."""
+    return {"lossy_routing": repr(config.lossy_routing)} if config.lossy_routing else {}
 
 
 def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -158,6 +164,7 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
         **_states_name(config, report),
+        **_routing_name(config),
     }
 
 
