@@ -223,14 +223,14 @@ ENGINE_OPTIONS: tuple[EngineOption, ...] = (
         "-dcp",
         type=int,
         metavar="N",
-        help="share the KV cache of a sequence among N of the processes of -tp, of which it is a divisor; CPU",
+        help="share the KV cache of a sequence among N of the processes of -tp, of which it is a divisor",
     ),
     _option(
         "--prefill-context-parallel-size",
         "-pcp",
         type=int,
         metavar="N",
-        help="processes that have the whole model each and divide the tokens of a prompt, with the same tokens; CPU",
+        help="processes that have the whole model each and divide the tokens of a prompt, with the same tokens",
     ),
     _option(
         "--pipeline-layers",

@@ -48,8 +48,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to report")
 
 
-_OPTION_NAMES = {"prefill_urls": "prefill_url"}
-"""Options of the engine whose name on the command line is another one."""
+_OPTION_NAMES = {
+    option.settings["dest"]: option.names[0]
+    for option in ENGINE_OPTIONS
+    if option.settings.get("help") is not argparse.SUPPRESS and "dest" in option.settings
+}
+"""Options of the engine whose name on the command line is another one than that of the field."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -85,15 +89,15 @@ def engine_arguments(args: argparse.Namespace) -> list[str]:
     """Return the engine's options as command line arguments, without the model."""
     words: list[str] = []
     for name, default in _ENGINE_DEFAULTS.items():
-        value, option = getattr(args, name), _OPTION_NAMES.get(name, name).replace("_", "-")
+        value, option = getattr(args, name), _OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
         if value == default:
             continue
         if isinstance(value, tuple):
-            words += [f"--{option}", ",".join(map(str, value))]
+            words.append(f"{option}={','.join(map(str, value))}")  # a value may begin with "-"
         elif isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+            words.append(option if value else f"--no-{option.removeprefix('--')}")
         else:
-            words += [f"--{option}", str(value)]
+            words.append(f"{option}={value}")
     return words
 
 

@@ -25,6 +25,9 @@ PENDING_WAIT_S = 0.005
 MOST_EXPECTED_S = 0.25
 """How long a model is expected to run at most, whatever the step before took: kernels may have been compiled in it."""
 
+_SAMPLING_S = 0.002
+"""What ends so soon after a wait for masks was sampling: the model had run before, nobody knows since when."""
+
 
 @dataclass(frozen=True, slots=True)
 class MaskWaitPolicy:
@@ -145,11 +148,17 @@ class StepMasks:
         self._drafted: dict[SequenceId, list[Tensor | None]] = {}
         self._num_forced: dict[SequenceId, int] = {}
         self._begun_s = time.monotonic() if fills else 0.0
+        self._late_s: float | None = None  # when `wait` has given up a mask while the model ran
 
     def note_end(self) -> None:
         """Record that the model has run, where `wait` was called before that."""
-        if self._fills:
-            self._owner.note_model_time(time.monotonic() - self._begun_s)
+        if not self._fills:
+            return
+        now = time.monotonic()
+        model_s = now - self._begun_s
+        if self._late_s is not None and now - self._late_s < _SAMPLING_S:
+            model_s = min(model_s, self._owner.model_s)  # else late masks would make each wait longer than the one before
+        self._owner.note_model_time(model_s)
 
     def wait(self, is_running: bool = False) -> frozenset[SequenceId]:
         """Set the masks, or the grammar errors, of the rows; return the sequences whose masks are pending.
@@ -172,6 +181,7 @@ class StepMasks:
             self._owner.note_model_time(model_s)
         if unfilled:
             self._wait_for(unfilled, model_s)
+            self._late_s = time.monotonic() if is_running else None
         pending: dict[SequenceId, MaskFill] = {}
         for row, fill in self._fills:
             if fill.is_done:

@@ -14,7 +14,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
 from quire.kv.tiers.host_slab import MAX_SAVED_BYTES_ON_GPU
-from quire.worker.memory import uses_native_kernels
+from quire.worker.memory import skipped_layers, uses_native_kernels
 from quire.worker.parallel_launch import launched_group
 
 _MAX_SAVED_BYTES = 64 << 20
@@ -117,16 +117,31 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "weights": _weights_hash(report.folder),
         "model": repr((config.dtype, config.quantization, report.spec.rope_switch_len(report.memory.max_model_len))),
         "max_model_len": str(report.memory.max_model_len),
-        "kv": repr((kv.format_name, kv.block_size, kv.layer_shapes)),
+        "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes)),
         "page": _page_name(config, report),
         **_states_name(config, report),
+        **_routing_name(config),
     }
+
+
+def _kv_format(config: EngineConfig, report: ModelReport) -> str:
+    """Return the KV format of the model, with the layers that have another one. The report of a GPU with a stage has its own
+    layers only."""
+    kv, kept = report.memory.kv, config.kv_cache_dtype_skip_layers
+    if kept is None or not report.memory.page_shares:
+        return kv.format_name
+    return f"{kv.dtype}; {report.spec.dtype} in layers {', '.join(map(str, sorted(skipped_layers(kept, report.spec))))}"
 
 
 def _states_name(config: EngineConfig, report: ModelReport) -> dict[str, str]:
     """Return how recurrent states are laid out; nothing where there are none."""
     kv = report.memory.kv
     return {"states": repr((kv.dtype, config.parallel.shares, kv.state_shapes))} if state_bytes(report.memory) else {}
+
+
+def _routing_name(config: EngineConfig) -> dict[str, str]:
+    """Return the options by which experts are chosen in another way than the model's; nothing where there are none."""
+    return {"lossy_routing": repr(config.lossy_routing)} if config.lossy_routing else {}
 
 
 def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -142,13 +157,14 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "model": f"{spec.model_type}, {len(spec.layers)} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}",
         "dtype": str(spec.dtype),
         "quantization": str(config.quantization),
-        "kv_cache_dtype": kv.format_name,
+        "kv_cache_dtype": _kv_format(config, report),
         "block_size": str(kv.block_size),
         "max_model_len": str(report.memory.max_model_len),
         "kv_heads": _runs(kv.layer_shapes),
         "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
         **_states_name(config, report),
+        **_routing_name(config),
     }
 
 

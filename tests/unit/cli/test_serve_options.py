@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.cli import options
 from quire.cli.main import make_parser
 from quire.cli.serve import server_config
 from quire.serving.config import ServerConfig
@@ -80,3 +82,19 @@ def test_key_of_the_command_line_may_hurry_and_one_of_a_file_where_it_says_so(tm
     path.write_text(json.dumps([{"name": "a", "key": "1"}, {"name": "b", "key": "2", "priority": True}]))
     keys = config_of("--api-key", "k", "--api-key-file", str(path)).api_keys
     assert {key.name: key.may_use_interactive for key in keys} == {"default": True, "a": False, "b": True}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--distributed-timeout", "5"),
+        ("--prefill-url", "unix:/a,unix:/b"),
+        ("--kv-cache-dtype-skip-layers=-1,0",),
+        ("--no-enable-prefix-caching", "-tp", "2", "--tensor-parallel-shares", "2,1"),
+    ],
+)
+def test_the_engines_options_are_passed_on_as_they_were_given(words):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    options.add_engine_options(parser)
+    args = parser.parse_args(words)
+    assert parser.parse_args(options.engine_arguments(args)) == args

@@ -465,6 +465,15 @@ def test_fingerprint_of_a_copied_model_is_the_same(tmp_path):
     assert transfer_fingerprint(config, report) != transfer_fingerprint(copied, inspect_model(copied))
 
 
+def test_fingerprints_differ_where_experts_are_chosen_in_other_ways():
+    exact = EngineConfig(model="demo-moe", num_kv_blocks=8)
+    report = inspect_model(exact)
+    for fingerprint in (transfer_fingerprint, tier_fingerprint):
+        prints = [fingerprint(config, report) for config in (exact, *(replace(exact, expert_min_share=x) for x in (0.1, 0.2)))]
+        assert prints[0].keys() != prints[1].keys()
+        assert prints[1]["lossy_routing"] != prints[2]["lossy_routing"]
+
+
 @needs_native
 def test_a_request_that_goes_on_has_its_output_computed_elsewhere_too(cold, decode):
     """Its pages go beyond the prompt, and its cached tokens are at most those of the prompt."""

@@ -323,6 +323,28 @@ def test_a_mask_is_not_late_while_the_model_is_expected_to_run(monkeypatch):
         owner.close()
 
 
+def test_late_masks_do_not_make_the_waits_for_others_longer(monkeypatch):
+    """The model takes 5 ms; who waits for a mask that never comes, and then samples, has not measured the model."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def pass_by(_, timeout_s):
+        clock.now += timeout_s
+        return False
+
+    filler = SimpleNamespace(wait_for_all=pass_by, start_again=lambda fills: None)
+    row = SimpleNamespace(start=SimpleNamespace(sequence_id=7))
+    owner = grammar_masks.GrammarMasks(filler)
+    owner.note_model_time(0.005)
+    for model_s in (0.0, 0.0, 0.5):
+        fill = SimpleNamespace(is_done=False, is_slow=False, hurry=lambda: None)
+        masks = grammar_masks.StepMasks(owner, [(row, fill)], set(), 3)
+        assert masks.wait(is_running=True) == {7}
+        clock.now += 0.001 + model_s
+        masks.note_end()
+        assert owner.model_s == pytest.approx(0.511) if model_s else owner.model_s == 0.005
+
+
 def test_nothing_is_filled_for_an_output_that_has_ended(filler):
     matchers = [Held(1.0) for _ in range(3)]
     fills = [MaskFill(matcher) for matcher in matchers]

@@ -209,3 +209,13 @@ def test_pages_of_another_number_of_ranks_are_never_read(folder):
         report = inspect_model(config)
         prints.append((tier_fingerprint(config, report)["page"], transfer_fingerprint(config, report)["page"]))
     assert len(set(prints)) == 4
+
+
+def test_pages_of_stages_whose_layers_have_other_formats_are_never_read(folder):
+    """The report has the layers of the last stage: the others' formats must be told apart, too."""
+    prints = []
+    for layers in ((0,), (1,), (0, -1)):
+        kept = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": layers}
+        config = EngineConfig(model=str(folder), **OPTIONS, **STAGES, **kept, kv_host_bytes=1 << 20)
+        prints += [str(fingerprint(config, inspect_model(config))) for fingerprint in (tier_fingerprint, transfer_fingerprint)]
+    assert len(set(prints)) == 6
