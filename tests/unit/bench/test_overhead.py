@@ -23,7 +23,7 @@ def test_figures_are_those_of_the_rounds(capsys, tiny_model, tmp_path):
     assert len(ratios) == 2
     assert figures["ratio"] == pytest.approx(sum(ratios) / 2)
     assert (figures["least_ratio"], figures["greatest_ratio"]) == pytest.approx((min(ratios), max(ratios)))
-    assert {"--num-kv-blocks", "40", "--no-enable-prefix-caching", "--max-num-seqs"} <= set(figures["server"])
+    assert {"--num-kv-blocks=40", "--no-enable-prefix-caching", "--max-num-seqs=4"} <= set(figures["server"])
     assert "median ratio" in capsys.readouterr().out
 
 
