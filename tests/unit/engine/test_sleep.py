@@ -66,7 +66,7 @@ def test_kv_memory_goes_back_to_the_system_when_the_engine_sleeps(folder):
     "options",
     [
         {},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=[pytest.mark.slow, needs_native]),
         pytest.param({"pipeline_parallel_size": 2}, marks=[pytest.mark.slow, needs_native]),
         pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow),
