@@ -10,7 +10,7 @@ from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.families.blocks import alibi_slopes, read_attention, read_mlp, read_rms_norm, repeat_layer
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import PRE_NORM_LAYER, Sources, join_rows, rename
+from quire.model.families.sources import PRE_NORM_LAYER, Sources, join_qkv, rename
 
 MODEL_TYPE = "baichuan"
 
@@ -34,10 +34,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: rows of W_pack are q, k, v."""
     sources = rename(spec, PRE_NORM_LAYER)
-    for index, layer in enumerate(spec.layers):
-        size = layer.attention.num_heads * layer.attention.head_dim
-        names = {f"layers.{index}.{name}.weight": size for name in "qkv"}
-        join_rows(sources, names, f"layers.{index}.self_attn.W_pack.weight")
+    join_qkv(sources, spec, "layers.{}.self_attn.W_pack")
     return sources
 
 

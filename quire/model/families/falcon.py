@@ -9,7 +9,7 @@ from quire.model.families.blocks import read_activation, read_head_dim, read_lay
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import Piece, Source, Sources, join_rows, rename
+from quire.model.families.sources import Sources, join_qkv, rename
 
 MODEL_TYPE = "falcon"
 _TOP = {"embed": "word_embeddings", "final_norm": "ln_f", "lm_head": "lm_head"}
@@ -68,20 +68,7 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     has_two, is_joined = spec.layers[0].is_parallel and spec.layers[0].mlp_in is not None, f"{_JOINED}.weight" in stored
     names = {**_LAYER, "attn_in": "ln_attn", "mlp_in": "input_layernorm" if is_joined else "ln_mlp"} if has_two else _LAYER
     sources = rename(spec, names, _TOP, layers="h")
-    for index, layer in enumerate(spec.layers):
-        attention = layer.attention
-        count, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
-        for kind in ("weight", "bias") if attention.has_qkv_bias else ("weight",):
-            if is_joined:
-                rows = {f"layers.{index}.q.{kind}": attention.num_heads * dim}
-                rows |= {f"layers.{index}.{name}.{kind}": attention.num_kv_heads * dim for name in "kv"}
-                join_rows(sources, rows, f"h.{index}.self_attention.qkv.{kind}")
-                continue
-            joined = f"h.{index}.self_attention.query_key_value.{kind}"
-            for name, start, stop in (("q", 0, count), ("k", count, count + 1), ("v", count + 1, count + 2)):
-                firsts = [group * (count + 2) for group in range(attention.num_kv_heads)]
-                pieces = tuple(Piece(joined, ((first + start) * dim, (first + stop) * dim)) for first in firsts)
-                sources[f"layers.{index}.{name}.{kind}"] = Source((pieces,))
+    join_qkv(sources, spec, f"h.{{}}.self_attention.{'qkv' if is_joined else 'query_key_value'}", by_group=not is_joined)
     return sources
 
 

@@ -9,7 +9,7 @@ from quire.contracts.model_spec import ModelSpec
 from quire.model.families import gpt2
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import Piece, Source, Sources, join_rows, rename
+from quire.model.families.sources import Sources, join_qkv, rename
 
 MODEL_TYPE = "gpt_bigcode"
 _LAYER = {"attn_in": "ln_1", "mlp_in": "ln_2", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
@@ -29,16 +29,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: rows of c_attn are q, k, v, of each head where all have their own."""
     sources = rename(spec, _LAYER, gpt2.TOP, layers="h")
-    for index, layer in enumerate(spec.layers):
-        num_heads, dim = layer.attention.num_heads, layer.attention.head_dim
-        for kind in ("weight", "bias"):
-            names, stored = [f"layers.{index}.{name}.{kind}" for name in "qkv"], f"h.{index}.attn.c_attn.{kind}"
-            if layer.attention.num_kv_heads == 1:
-                join_rows(sources, dict(zip(names, (num_heads * dim, dim, dim), strict=True)), stored)
-                continue
-            for part, name in enumerate(names):
-                starts = [(3 * head + part) * dim for head in range(num_heads)]
-                sources[name] = Source((tuple(Piece(stored, (start, start + dim)) for start in starts),))
+    join_qkv(sources, spec, "h.{}.attn.c_attn", by_group=True)
     return sources
 
 

@@ -11,7 +11,7 @@ from quire.model.families.blocks import read_attention, read_head_dim, read_laye
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import Piece, Source, Sources, rename
+from quire.model.families.sources import Sources, join_qkv, rename
 
 MODEL_TYPE = "gpt_neox"
 
@@ -47,14 +47,7 @@ def find_joined_sources(
 ) -> Sources:
     """Return sources where rows of {block}.query_key_value are q, k and v of the first head, then of the next."""
     sources = rename(spec, names, top, layers)
-    for index, layer in enumerate(spec.layers):
-        dim, num_heads = layer.attention.head_dim, layer.attention.num_heads
-        for kind in ("weight", "bias") if layer.attention.has_qkv_bias else ("weight",):
-            stored = f"{layers}.{index}.{block}.query_key_value.{kind}"
-            for part, name in enumerate("qkv"):
-                starts = [(3 * head + part) * dim for head in range(num_heads)]
-                pieces = tuple(Piece(stored, (start, start + dim)) for start in starts)
-                sources[f"layers.{index}.{name}.{kind}"] = Source((pieces,))
+    join_qkv(sources, spec, f"{layers}.{{}}.{block}.query_key_value", by_group=True)
     return sources
 
 

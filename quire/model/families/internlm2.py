@@ -8,7 +8,7 @@ from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.families.blocks import read_attention, read_mlp, read_rms_norm, repeat_layer
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import Piece, Source, Sources, rename
+from quire.model.families.sources import Sources, join_qkv, rename
 
 MODEL_TYPE = "internlm2"
 
@@ -34,17 +34,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: rows of wqkv are, for each key head, its query heads, it, and its value head."""
     sources = rename(spec, _LAYER, _TOP)
-    for index, layer in enumerate(spec.layers):
-        attention = layer.attention
-        dim, num_groups = attention.head_dim, attention.num_kv_heads
-        group = attention.num_heads // num_groups
-        parts = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}
-        for kind in ("weight", "bias") if attention.has_qkv_bias else ("weight",):
-            stored = f"layers.{index}.attention.wqkv.{kind}"
-            for name, (first, last) in parts.items():
-                starts = [number * (group + 2) * dim for number in range(num_groups)]
-                pieces = tuple(Piece(stored, (start + first * dim, start + last * dim)) for start in starts)
-                sources[f"layers.{index}.{name}.{kind}"] = Source((pieces,))
+    join_qkv(sources, spec, "layers.{}.attention.wqkv", by_group=True)
     return sources
 
 

@@ -9,7 +9,7 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelS
 from quire.model.families.blocks import alibi_slopes, assemble, read_layer_norm
 from quire.model.families.config_view import ConfigView, is_number
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import Sources, join_rows, rename
+from quire.model.families.sources import Sources, join_qkv, rename
 
 MODEL_TYPE = "mpt"
 _TOP = {"embed": "wte", "final_norm": "norm_f", "lm_head": "lm_head"}
@@ -57,9 +57,7 @@ def _number(config: ConfigView, options: dict[str, object], name: str) -> float 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: rows of Wqkv are q, k, v."""
     sources = rename(spec, _LAYER, _TOP, layers="blocks")
-    for index in range(len(spec.layers)):
-        names = {f"layers.{index}.{name}.weight": spec.hidden_size for name in "qkv"}
-        join_rows(sources, names, f"blocks.{index}.attn.Wqkv.weight")
+    join_qkv(sources, spec, "blocks.{}.attn.Wqkv")
     return sources
 
 

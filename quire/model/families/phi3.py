@@ -10,7 +10,7 @@ from quire.model.families.blocks import assemble, read_attention, read_head_dim,
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import PRE_NORM_LAYER, Source, Sources, rename
+from quire.model.families.sources import PRE_NORM_LAYER, Sources, join_qkv, join_rows, rename
 
 MODEL_TYPE = "phi3"
 
@@ -27,19 +27,11 @@ def read_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: rows of qkv_proj are q, k, v, rows of gate_up_proj are gate, up."""
     sources = rename(spec, PRE_NORM_LAYER)
+    join_qkv(sources, spec, "layers.{}.self_attn.qkv_proj")
     for index, layer in enumerate(spec.layers):
         assert isinstance(layer.mlp, MlpSpec)
-        heads = layer.attention
-        q_stop = heads.num_heads * heads.head_dim
-        k_stop = q_stop + heads.num_kv_heads * heads.head_dim
-        v_stop = k_stop + heads.num_kv_heads * heads.head_dim
-        inner = layer.mlp.intermediate_size
-        qkv, gate_up = f"layers.{index}.self_attn.qkv_proj.weight", f"layers.{index}.mlp.gate_up_proj.weight"
-        sources[f"layers.{index}.q.weight"] = Source.of(qkv, (0, q_stop))
-        sources[f"layers.{index}.k.weight"] = Source.of(qkv, (q_stop, k_stop))
-        sources[f"layers.{index}.v.weight"] = Source.of(qkv, (k_stop, v_stop))
-        sources[f"layers.{index}.gate.weight"] = Source.of(gate_up, (0, inner))
-        sources[f"layers.{index}.up.weight"] = Source.of(gate_up, (inner, 2 * inner))
+        names = {f"layers.{index}.{name}.weight": layer.mlp.intermediate_size for name in ("gate", "up")}
+        join_rows(sources, names, f"layers.{index}.mlp.gate_up_proj.weight")
     return sources
 
 

@@ -10,7 +10,7 @@ from quire.model.families.config_view import ConfigView
 from quire.model.families.latent import find_sources as find_latent_sources
 from quire.model.families.mixtures import MixtureNames, find_mixture_sources
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import PRE_NORM_LAYER, TOP, Sources, join_rows, rename
+from quire.model.families.sources import PRE_NORM_LAYER, TOP, Sources, join_qkv, rename
 
 MODEL_TYPE = "sarvam_moe"
 LATENT_MODEL_TYPE = "sarvam_mla"
@@ -41,12 +41,7 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
         return glm4_moe.find_sources(spec, stored)
     sources = rename(spec, _LAYER, {**TOP, "embed": "word_embeddings"})
     sources |= find_mixture_sources(spec, stored, MixtureNames(correction=("gate.expert_bias",)))
-    for index, layer in enumerate(spec.layers):
-        attention, ours = layer.attention, f"layers.{index}"
-        counts = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
-        for kind in ("weight", "bias") if attention.has_qkv_bias else ("weight",):
-            rows = {f"{ours}.{name}.{kind}": count * attention.head_dim for name, count in counts.items()}
-            join_rows(sources, rows, f"{ours}.attention.query_key_value.{kind}")
+    join_qkv(sources, spec, "layers.{}.attention.query_key_value")
     return sources
 
 

@@ -154,3 +154,24 @@ def join_rows(sources: Sources, names: Mapping[str, int], stored: str) -> None:
     for name, count in names.items():
         sources[name] = Source.of(stored, (start, start + count))
         start += count
+
+
+def join_qkv(sources: Sources, spec: ModelSpec, stored: str, *, by_group: bool = False) -> None:
+    """Make q, k and v of each layer, with the biases that it has, the rows of one stored tensor.
+
+    stored    its name without the last part, with {} for the number of the layer
+    by_group  the rows are for each head of keys its query heads, it, and its value head; otherwise all of q, then k, then v
+    """
+    for index, layer in enumerate(spec.layers):
+        attention = layer.attention
+        num_groups = attention.num_kv_heads if by_group else 1
+        num_queries, num_keys = attention.num_heads // num_groups, attention.num_kv_heads // num_groups
+        group_rows = (num_queries + 2 * num_keys) * attention.head_dim
+        for kind in ("weight", "bias") if attention.has_qkv_bias else ("weight",):
+            name, first = f"{stored.format(index)}.{kind}", 0
+            for part, count in (("q", num_queries), ("k", num_keys), ("v", num_keys)):
+                last = first + count * attention.head_dim
+                starts = range(0, num_groups * group_rows, group_rows)
+                pieces = tuple(Piece(name, (start + first, start + last)) for start in starts)
+                sources[f"layers.{index}.{part}.{kind}"] = Source((pieces,))
+                first = last
