@@ -172,10 +172,8 @@ class StepMasks:
         unfilled = [fill for _, fill in self._fills if not fill.is_done]
         if is_running:
             expected_s = max(model_s, min(self._owner.model_s, MOST_EXPECTED_S))
-            if unfilled and not self._owner.filler.wait_for_all(unfilled, expected_s - model_s):
-                unfilled = [fill for fill in unfilled if not fill.is_done]
-            else:
-                unfilled = []
+            self._owner.filler.wait_for_all(unfilled, expected_s - model_s)
+            unfilled = [fill for fill in unfilled if not fill.is_done]
             model_s = expected_s
         else:
             self._owner.note_model_time(model_s)

@@ -106,18 +106,20 @@ class StatePages:
 
         hits  the blocks of the pool that it begins with
         """
-        slots, num_hits = self._slots_behind(hits, contents), len(hits)
-        num_found = num_hits + len(slots)
-        num_shared = num_found if self._has_kv else num_hits
-        can_load = self._states.has_room
-        for num_blocks in range(num_found, 0, -1):
+        slots = self._slots_behind(hits, contents)
+        return self._start(hits, contents, slots), len(hits) + (len(slots) if self._has_kv else 0)
+
+    def _start(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent], slots: list[int | None]) -> PrefixStart:
+        """Return where a sequence starts; slots: of the pages of the blocks after the hits."""
+        num_hits, can_load = len(hits), self._states.has_room
+        for num_blocks in range(num_hits + len(slots), 0, -1):
             loaded = slots[: max(0, num_blocks - num_hits)]
             if num_blocks <= num_hits and self._states.slot_of(hits[num_blocks - 1].block_id) is not None:
-                return PrefixStart(num_blocks, loaded, []), num_shared
+                return PrefixStart(num_blocks, loaded, [])
             state_slots = self._state_slots(contents[num_blocks - 1].key) if can_load else []
             if state_slots:
-                return PrefixStart(num_blocks, loaded, state_slots), num_shared
-        return PrefixStart(0, [], []), num_shared
+                return PrefixStart(num_blocks, loaded, state_slots)
+        return PrefixStart(0, [], [])
 
     def _slots_behind(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent]) -> list[int | None]:
         """Return the slots of the pages of the blocks after the hits."""
@@ -138,10 +140,10 @@ class StatePages:
 
     def missing(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent]) -> MissingPages:
         """Return what a sequence of some cacheable blocks could use of pages that are neither in the pool nor in the tier."""
-        start, _ = self.find(hits, contents)
-        num_found = len(hits) + len(self._slots_behind(hits, contents))
+        slots = self._slots_behind(hits, contents)
+        start, num_found = self._start(hits, contents, slots), len(hits) + len(slots)
         present = [content.key for content in contents[:num_found]]
-        here = {hits[place].content.key for place in range(len(hits)) if self._states.slot_of(hits[place].block_id) is not None}
+        here = {hit.content.key for hit in hits if self._states.slot_of(hit.block_id) is not None}
         return MissingPages(
             [content.key for content in contents[num_found:]],
             start.num_blocks,

@@ -29,7 +29,6 @@ from quire.kv.tiers.host_slab import HostSlab, slots_of
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
-from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
 from quire.parallel.rendezvous import check_fingerprints
@@ -242,10 +241,9 @@ def build_rank(
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
-        ranks, kv = None if group is None else group.ranks, report.memory.kv
-        num_moving = moving_bytes(config, report.spec, report.parameters)
-        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
-        plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, (before, group))
+        kv, num_moving = report.memory.kv, moving_bytes(config, report.spec, report.parameters)
+        own = _Measured(stepper, sizes, drafter, group, report.memory.page_shares, num_moving)
+        plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
         _give_memory(config, report, plan, own, device, group, slab)
         if recorder is not None:
@@ -418,7 +416,7 @@ class _Measured(NamedTuple):
     stepper: GpuStepExecutor
     sizes: StepSizes
     drafter: Drafter | None
-    ranks: DeviceRanks | None
+    group: GpuGroup | None
     page_shares: tuple[int, ...]
     moving_bytes: int = 0
 
@@ -429,7 +427,8 @@ class _Measured(NamedTuple):
 
     def run_full(self) -> None:
         """Run the largest step, and what takes most memory to draft."""
-        with nullcontext() if self.ranks is None else self.ranks.measuring():
+        ranks = None if self.group is None else self.group.ranks
+        with nullcontext() if ranks is None else ranks.measuring():
             self.stepper.run_full(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len)
         if self.drafter is not None:
             self.drafter.run_full()
@@ -440,15 +439,12 @@ class _Measured(NamedTuple):
             each.record_samples()
 
 
-def _measured_plan(
-    config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, start: tuple[MemoryBefore, GpuGroup | None]
-) -> MemoryPlan:
-    before, group = start
+def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
     num_recordings = sum(len(each.keys) for each in own.steppers)
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
-    if group is not None and config.enable_dp_attention:  # all that was run was at the first home; it may be at any one
-        usage = replace(usage, activation_bytes=-group.least(-usage.activation_bytes))
+    if own.group is not None and config.enable_dp_attention:  # all that was run was at the first home; it may be at any one
+        usage = replace(usage, activation_bytes=-own.group.least(-usage.activation_bytes))
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     held += own.moving_bytes
     held += tier_staging_bytes(config, kv, own.page_shares) + gathered_bytes(config, kv, own.sizes.max_model_len)
