@@ -1,8 +1,10 @@
-"""Grammars whose masks come when a test lets them: what a slow grammar is, without a clock."""
+"""Grammars that are compiled, or whose masks come, when a test lets them: what a slow grammar is, without a clock."""
 
+import contextlib
 import threading
 from dataclasses import replace
 
+from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import WrappingMatcher
 
 
@@ -118,3 +120,21 @@ def said(output):
     return [
         (choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs) for choice in output.outputs
     ]
+
+
+class HeldCompiler:
+    """Lets constraints with "slow" in them wait until it is told; refuses those with "wrong"."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    @contextlib.contextmanager
+    def probe(self, setup, constraint):
+        if "slow" in constraint.source:
+            self.go_on.wait()
+        if "wrong" in constraint.source:
+            raise GrammarError("it is wrong", "/here")
+        yield {}
+
+    def close(self):
+        self.go_on.set()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import threading
 
 import pytest
 
@@ -13,8 +12,8 @@ pytest.importorskip("llguidance")
 from quire import LLM, AsyncLLM, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from quire.contracts.sampling_params import BeamSearchParams
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.errors import GrammarError
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
+from tests.unit.engine.held_masks import HeldCompiler
 from tests.unit.engine.one_compiler import one_compiler
 
 SCHEMA = {
@@ -218,24 +217,6 @@ def test_request_is_refused_before_anything_runs_when_its_constraint_is_wrong(ll
         generate(llm, {"json": {"properties": {"a": {"not": {"minimum": 1}}}}})
     assert caught.value.param == "structured_outputs.json"
     assert not llm.llm_engine.has_unfinished_requests()
-
-
-class HeldCompiler:
-    """Lets constraints with "slow" in them wait until it is told; refuses those with "wrong"."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    @contextlib.contextmanager
-    def probe(self, setup, constraint):
-        if "slow" in constraint.source:
-            self.go_on.wait()
-        if "wrong" in constraint.source:
-            raise GrammarError("it is wrong", "/here")
-        yield {}
-
-    def close(self):
-        self.go_on.set()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.sandbox import SandboxedCompiler
+from tests.unit.engine.held_masks import HeldCompiler
 from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
 
 TEXTS = ("ab", "ba", "abb", "bba", "a0", '"a', " a", "yes", "no")
@@ -100,40 +101,39 @@ def compile_one(compiler, kind, source, **options):
     return compiler.start(Constraint(kind=kind, source=text, **options)).result()
 
 
-def test_process_is_killed_and_the_constraint_refused_when_compiling_does_not_end(vocabulary):
-    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=1.0)
+@contextlib.contextmanager
+def compiling(vocabulary, script, **limits):
+    """A compiler whose processes run a script, and its sandbox."""
+    sandbox = SandboxedCompiler((sys.executable, "-c", script), **limits)
     compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
+        yield compiler, sandbox
+    finally:
+        compiler.close()
+
+
+def test_process_is_killed_and_the_constraint_refused_when_compiling_does_not_end(vocabulary):
+    with compiling(vocabulary, HANG, max_wall_s=1.0) as (compiler, sandbox):
         compile_one(compiler, "regex", "a")
         with pytest.raises(RequestError, match="takes more than"):
             compile_one(compiler, "regex", "hang")
         compile_one(compiler, "regex", "b")
         assert sandbox.num_killed == 1
-    finally:
-        compiler.close()
 
 
 def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(vocabulary):
-    sandbox = SandboxedCompiler((sys.executable, "-c", SPIN), max_cpu_s=0.1, max_wall_s=600)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
-    try:
+    with compiling(vocabulary, SPIN, max_cpu_s=0.1, max_wall_s=600) as (compiler, sandbox):
         with pytest.raises(RequestError, match="takes more than"):
             compile_one(compiler, "regex", "spin")
         assert sandbox.num_killed == 1
-    finally:
-        compiler.close()
 
 
 @pytest.mark.slow
 def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
-    sandbox = SandboxedCompiler((sys.executable, "-c", HOARD), memory_bytes=1 << 30, max_cpu_s=60)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
-    try:
+    with compiling(vocabulary, HOARD, memory_bytes=1 << 30, max_cpu_s=60) as (compiler, _):
         with pytest.raises(RequestError, match="memory|MemoryError"):
             compile_one(compiler, "regex", "hoard")
         compile_one(compiler, "regex", "a")
-    finally:
-        compiler.close()
 
 
 @pytest.mark.covering
@@ -141,25 +141,19 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s, whom):
     """Alone, or with the one that had forked it, as where all that a container runs is killed."""
-    sandbox = SandboxedCompiler((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     source = f"{tmp_path / 'marker'} {rest_s} {whom}"
-    try:
+    with compiling(vocabulary, KILLED, max_wall_s=600, quick_s=0.05) as (compiler, sandbox):
         with pytest.raises(RequestError, match="the system has ended the process"):
             compile_one(compiler, "regex", source)
         assert accepts(compile_one(compiler, "regex", source), source.replace(".", "x"))
         assert sandbox.num_killed == 0
-    finally:
-        compiler.close()
 
 
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_whose_processes_the_system_has_killed_again_and_again_is_refused_for_good(vocabulary, tmp_path, rest_s):
     """It may be the one that takes all memory; others are compiled all the while, and it does not come to a process again."""
-    sandbox = SandboxedCompiler((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     source, known = f"{tmp_path / 'marker'} {rest_s} always", f"{os.devnull} 0 one"
-    try:
+    with compiling(vocabulary, KILLED, max_wall_s=600, quick_s=0.05) as (compiler, sandbox):
         for _ in range(2):
             with pytest.raises(RequestError, match="try again"):
                 compile_one(compiler, "regex", source)
@@ -168,19 +162,12 @@ def test_constraint_whose_processes_the_system_has_killed_again_and_again_is_ref
             with pytest.raises(RequestError, match="3 times.*make it simpler"):
                 compile_one(compiler, "regex", source)
         assert sandbox.num_killed == 1
-    finally:
-        compiler.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system does not say whom it would end first")
 def test_process_that_compiles_is_the_first_that_the_system_ends_where_memory_does(vocabulary):
-    sandbox = SandboxedCompiler((sys.executable, "-c", TOLD))
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
-    try:
-        with pytest.raises(RequestError, match="told: 1000$"):
-            compile_one(compiler, "regex", "a")
-    finally:
-        compiler.close()
+    with compiling(vocabulary, TOLD) as (compiler, _), pytest.raises(RequestError, match="told: 1000$"):
+        compile_one(compiler, "regex", "a")
 
 
 def test_limit_of_what_is_open_is_probed_too(vocabulary):
@@ -275,9 +262,7 @@ def test_server_that_was_ended_by_the_system_is_started_again(vocabulary):
 
 def test_constraint_whose_process_ended_with_a_closed_server_may_come_again(vocabulary):
     """Where another constraint finds first that the system has ended the one that forks."""
-    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
-    try:
+    with compiling(vocabulary, HANG, max_wall_s=600, quick_s=0.01) as (compiler, sandbox):
         pending = compiler.start(Constraint(kind="regex", source="hang"))
         wait_until(lambda: sandbox.num_slow == 1)
         (server,) = sandbox.servers
@@ -285,8 +270,6 @@ def test_constraint_whose_process_ended_with_a_closed_server_may_come_again(voca
         with pytest.raises(RequestError, match="the system has ended the process"):
             pending.result()
         assert sandbox.num_killed == 0
-    finally:
-        compiler.close()
 
 
 def test_server_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabulary):
@@ -341,35 +324,25 @@ def test_slow_constraint_goes_on_when_its_process_may_not_be_made_nicer(vocabula
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    compiler = GrammarCompiler(lambda: vocabulary, SandboxedCompiler((sys.executable, "-c", REST), quick_s=0.01))
-    try:
+    with compiling(vocabulary, REST, quick_s=0.01) as (compiler, _):
         assert accepts(compile_one(compiler, "regex", "rest"), "rest")
-    finally:
-        compiler.close()
 
 
 def test_constraint_is_ready_when_twenty_others_do_not_end(vocabulary):
     """Two go on, sixteen stand still, and three keep their places among the quick ones, of which there are four."""
-    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
-    try:
+    with compiling(vocabulary, HANG, max_wall_s=600, quick_s=0.01) as (compiler, _):
         pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(21)]
         assert accepts(compile_one(compiler, "regex", "a"), "a")
         assert not any(compilation.is_done for compilation in pending)
-    finally:
-        compiler.close()
 
 
 def test_constraint_that_is_slow_is_compiled_behind_those_that_are_quick(vocabulary):
-    compiler = GrammarCompiler(lambda: vocabulary, SandboxedCompiler((sys.executable, "-c", REST), quick_s=0.01))
-    try:
+    with compiling(vocabulary, REST, quick_s=0.01) as (compiler, _):
         slow = [compiler.start(Constraint(kind="regex", source=f"rest{number}")) for number in range(5)]
         assert accepts(compile_one(compiler, "regex", "a"), "a")
         for number, compilation in enumerate(slow):
             assert accepts(compilation.result(), f"rest{number}")
         wait_until(lambda: compiler.sandbox.num_slow == 0)
-    finally:
-        compiler.close()
 
 
 def test_process_that_was_being_started_ends_when_the_compiler_is_closed(monkeypatch):
@@ -409,24 +382,6 @@ def test_constraint_compiles_in_a_process_whose_pipes_have_large_numbers(vocabul
         compiler = GrammarCompiler(lambda: vocabulary)
         files.callback(compiler.close)
         assert accepts(compile_one(compiler, "regex", "ab"), "ab")
-
-
-class HeldCompiler:
-    """Lets constraints with "slow" in them wait until it is told."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    @contextlib.contextmanager
-    def probe(self, setup, constraint):
-        if "slow" in constraint.source:
-            self.go_on.wait()
-        if "wrong" in constraint.source:
-            raise GrammarError("it is wrong")
-        yield {}
-
-    def close(self):
-        self.go_on.set()
 
 
 def test_constraint_is_ready_when_another_is_still_being_compiled(vocabulary):
