@@ -371,7 +371,7 @@ class DiskTier:
         if time.monotonic() < self._paused_until_s or self._is_broken:
             return
         try:
-            self._store.touch(uses, uses)
+            self._store.touch(uses)
         except (OSError, sqlite3.Error) as error:
             self._pause(error)
 

@@ -19,7 +19,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,14 +136,13 @@ class DiskStore:
         num_bytes = os.preadv(self._descriptor, [header, page], slot * self.slot_bytes)
         return num_bytes == len(header) + len(page) and _is_right(header, page, key)
 
-    def touch(self, keys: Iterable[int], keep_s: Mapping[int, float] | None = None) -> None:
-        """Count pages as used now, or so many seconds later as keep_s has for their keys."""
+    def touch(self, keep_s: Mapping[int, float]) -> None:
+        """Count the pages of some keys as used so many seconds from now."""
         now, query = time.time(), "UPDATE slots SET used_s=max(used_s, ?) WHERE file=? AND key=?"
-        kept: Mapping[int, float] = keep_s or {}
         with transaction(self._db):
             self._db.execute("UPDATE files SET used_s=? WHERE id=?", (now, self._file))
-            for key in keys:
-                self._db.execute(query, (now + kept.get(key, 0.0), self._file, _key_bytes(key)))
+            for key, kept_s in keep_s.items():
+                self._db.execute(query, (now + kept_s, self._file, _key_bytes(key)))
 
     def write(self, pages: Sequence[tuple[int, Any]], keep_s: Mapping[int, float] | None = None) -> int:
         """Write pages, (key, buffer), in place of those that were not used for the longest time; return how many.

@@ -123,7 +123,7 @@ def test_least_recently_used_pages_go_first_when_the_bound_is_reached(tmp_path):
     store = make_store(tmp_path / "tier")
     for first in range(0, 700, 50):
         store.write([(key, page_of(key)) for key in range(first, first + 50)])
-        store.touch([0])
+        store.touch({0: 0.0})
         assert disk_bytes(tmp_path / "tier") <= MIN_DISK_BYTES
     assert read(store, 0) == page_of(0)
     assert read(store, 1) is None
@@ -135,8 +135,8 @@ def test_least_recently_used_pages_go_first_when_the_bound_is_reached(tmp_path):
 def test_retained_pages_outlive_those_that_were_used_later(tmp_path):
     store = make_store(tmp_path / "tier")
     store.write([(key, page_of(key)) for key in range(20)], dict.fromkeys(range(10), 3600.0))
-    store.touch([10], {10: 3600.0})
-    store.touch([0])  # does not shorten
+    store.touch({10: 3600.0})
+    store.touch({0: 0.0})  # does not shorten
     for first in range(1000, 1800, 50):
         store.write([(key, page_of(key)) for key in range(first, first + 50)])
     assert [key for key in range(20) if read(store, key) == page_of(key)] == list(range(11))
