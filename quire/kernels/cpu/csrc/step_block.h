@@ -79,11 +79,11 @@ struct StepBlock : StepMixer {
         activate_block(l, LoraSums(lora, read));
         const LoraModules down = {l.index, {LoraModule::down}}, out = {l.index, {LoraModule::block_out}};
         pack_all(l.down_site, plan.inner_, row_stride(l.total_inner), down);
-        store_shared(l, *l.down, packed(l.down_site, l.down_form, num_rows), LoraSums(lora, down));
+        store_shared(l, *l.down, packed(l.down_site, l.down_form, num_rows), LoraSums(lora, down), plan.extra_);
         pack_all(l.block.out_site, plan.extra_, hidden_stride(), out);
         barrier(worker);
         rank_barrier();  // until then others read extra_
-        store_shared(l, *l.block.out, packed(l.block.out_site, 0, num_rows), LoraSums(lora, out));
+        store_shared(l, *l.block.out, packed(l.block.out_site, 0, num_rows), LoraSums(lora, out), plan.extra_);
         each(num_rows, [&](i64 row) {
             float* const sum = own_row();
             memcpy(sum, x(row), sizeof(float) * plan.hidden_);
@@ -95,14 +95,6 @@ struct StepBlock : StepMixer {
 
 private:
     static constexpr i32 MAX_ADAPTED = 3;
-
-    // A linear layer whose outputs all ranks write to extra_.
-    void store_shared(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const LoraSums& sums) {
-        const LinearJob one = adapted(job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride()), sums[0]);
-        run(&one, 1);
-        wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), weight.weight.n);
-        rank_barrier();
-    }
 
     // The gated activation, with what adapters add before it.
     void activate_block(const PlanLayer& l, const LoraSums& sums) {

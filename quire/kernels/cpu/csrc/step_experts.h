@@ -153,12 +153,8 @@ struct StepExperts : StepContext {
         rank_barrier();
         const LoraModules read = {l.index, {LoraModule::shared_down}};
         pack_all(l.shared_site, plan.inner_, inner, read);
-        const Packed down_input = packed(l.shared_site, 0, num_rows);
-        const LoraSums down_sums(lora, read);
-        const LinearJob down = adapted(job(*l.shared_down, down_input, Finish::store, plan.shared_out_ + l.first_output, hidden_stride()), down_sums[0]);
-        run(&down, 1);
-        wrote(plan.shared_out_ + l.first_output, num_rows, hidden_stride(), l.shared_down->weight.n);
-        rank_barrier();  // the experts also write to inner_
+        store_shared(l, *l.shared_down, packed(l.shared_site, 0, num_rows), LoraSums(lora, read), plan.shared_out_);
+        // All ranks are here: the experts also write to inner_.
     }
 
     // Compute the logits of all experts. Those of a branch read other rows than the shared expert, which has read its own before.
@@ -244,12 +240,7 @@ struct StepExperts : StepContext {
         each(num_rows, [&](i64 row) { sum_experts(l, row, expert_latent(row), l.latent_in->weight.n); });
         const LoraModules read = {l.index, {LoraModule::latent_out}};
         pack_all(l.latent_site, plan.expert_latents_, stride, read);
-        const Packed input = packed(l.latent_site, 0, num_rows);
-        const LoraSums sums(lora, read);
-        const LinearJob out = adapted(job(*l.latent_out, input, Finish::store, plan.extra_ + l.first_output, hidden_stride()), sums[0]);
-        run(&out, 1);
-        wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), l.latent_out->weight.n);
-        rank_barrier();
+        store_shared(l, *l.latent_out, packed(l.latent_site, 0, num_rows), LoraSums(lora, read), plan.extra_);
     }
 
     // The input of a pair's expert.

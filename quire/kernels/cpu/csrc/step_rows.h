@@ -175,6 +175,14 @@ struct StepRows {
         barrier(worker);
     }
 
+    // A linear layer of all rows, whose outputs all ranks write to the rows of `out`, hidden_stride() apart.
+    void store_shared(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const LoraSums& sums, float* out) {
+        const LinearJob one = adapted(job(weight, input, Finish::store, out + l.first_output, hidden_stride()), sums[0]);
+        run(&one, 1);
+        wrote(out + l.first_output, num_rows, hidden_stride(), weight.weight.n);
+        rank_barrier();
+    }
+
     // Keep a row of the input of layer i, if requested.
     void keep_input(i32 layer, i64 row) const {
         const std::vector<i32>& kept = plan.kept_layers_;
