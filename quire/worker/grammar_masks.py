@@ -26,7 +26,7 @@ MOST_EXPECTED_S = 0.25
 """How long a model is expected to run at most, whatever the step before took: kernels may have been compiled in it."""
 
 _SAMPLING_S = 0.002
-"""What ends so soon after a wait for masks was sampling: the model had run before, nobody knows since when."""
+"""If a step ends this soon after its wait for masks, the model ended before or during the wait, and its time is not known."""
 
 
 @dataclass(frozen=True, slots=True)
