@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -75,6 +77,15 @@ def files_in_dev_shm(pid):
     links = [os.readlink(path) for path in (folder / "fd").iterdir()]
     mapped = [line.split()[-1] for line in (folder / "maps").read_text().splitlines()]
     return sorted({name for name in (*links, *mapped) if name.startswith("/dev/shm")})
+
+
+def command_lines_of_children(pid: int) -> dict[int, str]:
+    """Return the command lines of the processes that a process has started and that still run, by pid."""
+    found = {}
+    for word in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended since it was listed
+            found[int(word)] = Path(f"/proc/{word}/cmdline").read_text()
+    return found
 
 
 def left_behind(*folders: str) -> set[str]:

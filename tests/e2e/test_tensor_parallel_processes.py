@@ -16,7 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
-from tests.ranks import assert_nothing_new, left_behind
+from tests.ranks import assert_nothing_new, command_lines_of_children, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -146,11 +146,6 @@ def test_a_worker_that_cannot_load_says_why(tmp_path, monkeypatch):
         LLM("demo", tensor_parallel_size=2, **OPTIONS)
 
 
-def _children(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return {int(word): Path(f"/proc/{word}/cmdline").read_text() for word in found.split()}
-
-
 @pytest.mark.slow
 def test_a_server_of_two_ranks_tells_of_a_killed_worker_and_goes_on_with_new_ones():
     pytest.importorskip("uvicorn", reason="needs quire[server]")
@@ -160,7 +155,7 @@ def test_a_server_of_two_ranks_tells_of_a_killed_worker_and_goes_on_with_new_one
     try:
         body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
         expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
-        workers = [pid for pid, line in _children(server.engine_pid()).items() if "parallel_worker" in line]
+        workers = [pid for pid, line in command_lines_of_children(server.engine_pid()).items() if "parallel_worker" in line]
         assert len(workers) == 1
         os.kill(workers[0], signal.SIGKILL)
         server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=LIMIT_S)
