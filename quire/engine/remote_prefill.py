@@ -202,6 +202,7 @@ class RemotePrefill:
             num_damaged=self._client.outcomes["damaged"],
             num_declined=self.num_declined,
             num_late=self.num_late,
+            num_errors=self._client.errors.count,
             outcomes=self.outcomes,
             problems=self._client.problems,
             peer_transfers=self._client.num_transfers,
