@@ -113,7 +113,7 @@ class DiskTier:
         self._wake, self._is_news = threading.Condition(), threading.Event()
         self._is_closing = self._is_broken = self._is_warned = False
         self._paused_until_s = 0.0
-        self._bytes_per_s: float | None = None
+        self.bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
         self.stats.num_pages, self.stats.num_bytes = store.usage()
@@ -262,7 +262,7 @@ class DiskTier:
                 load.slots = []
             if not load.slots:
                 return True
-            expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
+            expected_s = len(load.slots) * self._slab.page_bytes / self.bytes_per_s if self.bytes_per_s else 1.0
             load.deadline_s = now + max(_MIN_WAIT_S, _PATIENCE * expected_s)
             self._submit(lambda: self._read(load))
             return False
@@ -293,13 +293,13 @@ class DiskTier:
 
     def _pays(self, num_pages: int, num_blocks: int) -> bool:
         """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
-        if self._bytes_per_s is None or self._tokens_per_s is None:
+        if self.bytes_per_s is None or self._tokens_per_s is None:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
-        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
+        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self.bytes_per_s
         if read_s < _MAX_SHARE * self._computing_s(num_blocks):
             return True
-        self._bytes_per_s *= _RETRY
+        self.bytes_per_s *= _RETRY
         self.stats.num_declined += 1
         return False
 
@@ -354,7 +354,7 @@ class DiskTier:
             duration_s = time.monotonic() - started_s
             self.stats.read_s += duration_s
             if load.done and duration_s > 0:
-                self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
+                self.bytes_per_s = _blend(self.bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
     def _touch_later(self, uses: Mapping[int, float]) -> None:

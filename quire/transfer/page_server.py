@@ -147,7 +147,7 @@ class PageServer:
         lease_s: float = LEASE_S,
         nixl: NixlAgent | None = None,
     ) -> None:
-        self._identity, self._source, self._lease_s, self._nixl = identity, source, lease_s, nixl
+        self._identity, self._source, self.lease_s, self._nixl = identity, source, lease_s, nixl
         self.incarnation = secrets.token_hex(16)
         self._listener = address.listen()
         name = self._listener.getsockname()
@@ -289,7 +289,7 @@ class PageServer:
         num_sent, max_pages = 0, max(1, MAX_MESSAGE_BYTES // self._identity.page_bytes)
         is_last, reason = False, ""
         while True:
-            fields, _ = channel.receive("pull", "release", timeout_s=self._lease_s)
+            fields, _ = channel.receive("pull", "release", timeout_s=self.lease_s)
             if fields["type"] == "release":
                 return "complete" if is_last and not reason else "partial"
             num_taken = int_of(fields, "num_taken", job.num_taken, num_sent)
@@ -310,5 +310,5 @@ class PageServer:
             }
             if is_shared:
                 message["slots"] = [slot for _, slot in pages]
-            channel.send(message, () if is_shared else views, timeout_s=self._lease_s)
+            channel.send(message, () if is_shared else views, timeout_s=self.lease_s)
             num_sent += len(pages)

@@ -173,10 +173,10 @@ class InputBatch:
         entries = [self._evict_blocks(*item) for item in (plan.evicted_blocks or {}).items()]
         for start in plan.starts:
             row = self._start(start)
-            entries.append(self._append_blocks(row, start.block_ids))
+            entries.append(self.append_blocks(row, start.block_ids))
             entries += [self._set_window_blocks(row, run) for run in start.window_blocks]
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
-            entries.append(self._append_blocks(self._rows[sequence_id], block_ids))
+            entries.append(self.append_blocks(self._rows[sequence_id], block_ids))
         for sequence_id, replaced in (plan.replaced_blocks or {}).items():
             row = self._rows[sequence_id]
             for index, block_id in replaced:
@@ -238,7 +238,7 @@ class InputBatch:
             self._constrained.add(start.sequence_id)
         return row
 
-    def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
+    def append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
         first = row.num_blocks
         row.num_blocks = first + len(block_ids)
         row.block_table[first : row.num_blocks] = block_ids

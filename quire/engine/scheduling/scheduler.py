@@ -366,7 +366,7 @@ class Scheduler:
                 draft.is_starved = True
                 return
             draft.remove(victim)
-            self._preempt(victim, "kv_blocks")
+            self.preempt(victim, "kv_blocks")
             if victim is sequence:
                 return
         draft.add(sequence, num_tokens, growth)
@@ -384,7 +384,7 @@ class Scheduler:
                 if victim is None or not may_preempt or self.in_flight.last_with(victim.sequence_id) is not None:
                     return
                 draft.remove(victim)
-                self._preempt(victim, "priority")
+                self.preempt(victim, "priority")
                 continue
             self._start_running(sequence)
             if sequence.first_scheduled_s is None:
@@ -415,7 +415,7 @@ class Scheduler:
         for sequence in [sequence for sequence in self.running if sequence.is_loading]:
             moved_ids = self.kv.moved_ids(sequence)
             if not lost_ids.isdisjoint(moved_ids):
-                self._preempt(sequence, "kv_blocks")
+                self.preempt(sequence, "kv_blocks")
             elif tier is None or not tier.is_loading(moved_ids):
                 sequence.is_loading = False
 
@@ -433,7 +433,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
 
-    def _preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
+    def preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
         step = self.in_flight.last_with(sequence.sequence_id)
         if step is not None:
             raise InvariantError(

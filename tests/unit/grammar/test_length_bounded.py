@@ -377,6 +377,6 @@ def test_end_is_found_when_brackets_of_the_same_mask_follow_each_other(compiler)
     vocabulary = make_vocabulary(PIECES, size=300)
     for byte in b'{"k": {"l": {':
         assert matcher.advance(byte) is None
-    found = ShortestCompletions(vocabulary).find(matcher._inner, 0, 200)
+    found = ShortestCompletions(vocabulary).find(matcher.inner, 0, 200)
     assert found is not None
     assert len(found.tokens) <= 12

@@ -354,7 +354,7 @@ def test_sleep_is_answered_when_the_engine_is_asleep_and_refused_for_other_level
 
 @pytest.mark.parametrize("refusal", [None, "role 'decode': other engines use this engine's KV cache"], ids=["can", "cannot"])
 def test_requests_go_on_when_a_sleep_is_only_checked(engine, monkeypatch, refusal):
-    monkeypatch.setattr(engine._held_runner, "_refusal", lambda level: refusal)
+    monkeypatch.setattr(engine.held_runner, "refusal", lambda level: refusal)
     port = ScriptedPort([[submit(engine, "a", [1] * 8), Sleep(0, 2, is_check=True)]])
     EngineLoop(engine, port).run()
     (state,) = [message for message in port.sent if isinstance(message, SleepState)]
