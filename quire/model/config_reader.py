@@ -193,10 +193,10 @@ def stored_dtype(folder: Path) -> Dtype:
 
 def read_json_object(file: Path) -> dict[str, object]:
     """Return a file's JSON object, which callers must not change; see `shared_reads`. Raises ModelFormatError."""
-    return read_once(file, _read_json_object)
+    return read_once(file, load_json_object)
 
 
-def _read_json_object(file: Path) -> dict[str, object]:
+def load_json_object(file: Path) -> dict[str, object]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

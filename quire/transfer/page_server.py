@@ -68,6 +68,7 @@ class PrefillJob:
     is_over     nobody waits for the pages any more
     outcome     then: "complete", "partial", "aborted" (D closed the connection) or "expired" (D was silent)
     started_s   of time.monotonic()
+    ready       pages that have been lent, (key, slot)
     """
 
     token_ids: Sequence[int]
@@ -80,7 +81,7 @@ class PrefillJob:
     is_over: bool = False
     outcome: str = ""
     started_s: float = field(default_factory=time.monotonic)
-    _ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # key, slot
+    ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     _is_complete: bool = False
     _reason: str = ""
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -88,7 +89,7 @@ class PrefillJob:
     def add_ready(self, pages: Sequence[tuple[int, int]]) -> None:
         """Lend pages, (key, slot), in order; the engine keeps them in their slots until they are taken or the job is over."""
         with self._changed:
-            self._ready += pages
+            self.ready += pages
             self._changed.notify_all()
 
     def complete(self, reason: str = "") -> None:
@@ -100,9 +101,9 @@ class PrefillJob:
     def wait_ready(self, first: int, max_pages: int, timeout_s: float) -> tuple[list[tuple[int, int]], bool, str]:
         """Return pages from `first` on, whether they are the last, and the reason; waits for the first of them."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) > first or self._is_complete, timeout_s)
-            pages = self._ready[first : first + max_pages]
-            is_last = self._is_complete and first + len(pages) == len(self._ready)
+            self._changed.wait_for(lambda: len(self.ready) > first or self._is_complete, timeout_s)
+            pages = self.ready[first : first + max_pages]
+            is_last = self._is_complete and first + len(pages) == len(self.ready)
             return pages, is_last, self._reason if is_last else ""
 
 

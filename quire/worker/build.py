@@ -71,7 +71,7 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | No
         logger.info(line)
     warn_lossy(config)
     if config.parallel.world_size > 1:
-        _bind_threads(False)
+        bind_threads(False)
     if config.pipeline_parallel_size > 1:
         return _build_pipeline(config, report, slab)
     rebalance = None
@@ -127,7 +127,7 @@ def _vocabulary(config: EngineConfig, report: ModelReport) -> NativeVocabulary:
     return NativeVocabulary(native_extension(), spec, parameters, quantize)
 
 
-def _bind_threads(is_alone: bool) -> None:
+def bind_threads(is_alone: bool) -> None:
     """Bind the threads of native steps to NUMA nodes, if there are several, before they pack the weights.
 
     is_alone  one process runs the model by native steps; otherwise threads that an earlier engine has bound are let go
@@ -145,7 +145,7 @@ def _bind_threads(is_alone: bool) -> None:
 def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    _bind_threads(uses_native_kernels(config, report.spec))
+    bind_threads(uses_native_kernels(config, report.spec))
     if report.spec.implementation == "transformers":
         info = read_transformers_model(report.folder, report.spec.dtype)
         model = load_transformers_model(report.folder, info, library_device(config))

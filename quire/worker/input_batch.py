@@ -148,7 +148,7 @@ class InputBatch:
         self._constrained: set[SequenceId] = set()  # those with a grammar
         self._evicted: set[SequenceId] = set()  # those that have lost blocks
         self._observers: set[SequenceId] = set()  # those with a KV compression that observes attention
-        self._tables = block_tables
+        self.block_tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self.pooling_head: PoolingHead | None = None
         self.row_processor: RowProcessor | None = None
@@ -220,7 +220,7 @@ class InputBatch:
             start.num_computed_tokens,
             0,
             batch_slot,
-            self._tables[batch_slot],
+            self.block_tables[batch_slot],
             sampling,
             is_host_sampled,
             None if pooling is None else Pooler(pooling, self.pooling_head),

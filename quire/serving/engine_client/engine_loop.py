@@ -136,7 +136,7 @@ class EngineLoop:
 
     def _send_kv_report(self, now: float, interval_s: float) -> None:
         try:
-            self._port.send(self._kv_report(now))
+            self._port.send(self.kv_report(now))
         except MessageError:
             logger.exception("the KV blocks are not reported any more")
             self._watch_interval_s = None
@@ -354,7 +354,7 @@ class EngineLoop:
             total_evicted_blocks=scheduler.num_evicted_blocks,
         )
 
-    def _kv_report(self, now: float) -> KvReport:
+    def kv_report(self, now: float) -> KvReport:
         scheduler = self._engine.scheduler
         blocks: dict[str, list[int]] = {}
         for sequence in scheduler.running:
