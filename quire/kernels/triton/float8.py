@@ -159,8 +159,11 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
 
 
 def pack_rows_launch(x: Tensor, group_size: int) -> tuple[Launch, Tensor]:
-    """Return the launch of `quantize` into one tensor, and that: [T, float8_row_bytes(K, group_size)] u8, a row's codes, then its
-    scales. So ranks send both at once. K is a multiple of 16."""
+    """Return the launch of `quantize` into one tensor, which ranks send at once, and that tensor.
+
+    x        [T, K], K a multiple of 16
+    Returns  [T, float8_row_bytes(K, group_size)] u8: the codes of a row, then its scales
+    """
     num_tokens, num_columns = x.shape
     group_size = min(group_size, num_columns)
     end = num_columns + 4 * triton.cdiv(num_columns, group_size)

@@ -275,8 +275,10 @@ def _add_float8_run(
     is_code: tl.tensor,
     is_row: tl.tensor,
 ) -> tl.tensor:
-    """Return acc [N, M] plus the products of a run of columns of float8 weights [N, K] and of float8 x [M, K], with the scales of
-    both. Each run is a sum of its own, as in multiply_quantized."""
+    """Return acc [N, M] plus the products of a run of columns of float8 weights [N, K] and float8 x [M, K], scaled by both.
+
+    Each run is a sum of its own, as in multiply_quantized.
+    """
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
     part = dot(codes, tl.trans(x), tl.zeros(acc.shape, tl.float32))
     return acc + part * (tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None] * x_scales[None, :])
