@@ -162,7 +162,7 @@ def test_adapters_leave_the_device_while_the_engine_sleeps(adapted):
     llm = LLM(str(model), device=DEVICE, enable_lora=True, **OPTIONS, max_num_seqs=1, max_loras=1, max_lora_rank=8)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
     expected = tokens(llm.generate([PROMPTS[0]], params, use_tqdm=False, lora_request=[one]))
-    matrices = llm.llm_engine.runner.adapters.tensors()
+    matrices = llm.llm_engine.runner.executor._adapters.tensors()
     for level in (1, 2):
         llm.sleep(level)
         assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)
