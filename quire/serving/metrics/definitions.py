@@ -321,6 +321,7 @@ class Definitions:
             ("num_damaged", "kv_tier_damaged_pages", "Pages that were found with other bytes than their checksum says."),
             ("num_declined", "kv_tier_declined_requests", "Requests whose pages were slower to load than to compute."),
             ("num_late", "kv_tier_late_requests", "Requests that went on before all their pages were read."),
+            ("num_errors", "kv_tier_errors", "Unexpected errors in a KV tier, without which its requests went on."),
         )
         self.kv_transfers = self._engine_counter(
             "kv_transfers",
