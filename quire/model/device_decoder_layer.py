@@ -33,7 +33,6 @@ from quire.kernels.triton.moe import (
     multiply_pairs,
     pack_inputs,
     route_pairs,
-    takes_float8,
 )
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
@@ -411,8 +410,8 @@ class DeviceLayer:
             return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters), x.dtype)
 
         def form(rows: Tensor, num_rows: int) -> Tensor:
-            is_exact = self._is_in_order or lora is not None or isinstance(gate_up, Tensor)
-            return rows if is_exact or not takes_float8(rows, num_rows, spec, gate_up, down) else pack_inputs(rows, gate_up)
+            is_exact = self._is_in_order or lora is not None
+            return rows if is_exact else pack_inputs(rows, num_rows, spec, gate_up, down)
 
         note = None if self.routing is None else self.routing.note
         out, is_part = self.exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers, form)

@@ -14,15 +14,15 @@ EXCHANGED_BYTES = 1 << 20
 HALVES_ROWS = 256
 """Rows of a rank from which on they are exchanged in two halves."""
 
-PAYLOADS = ("auto", "model", "int8", "fp8")
+PAYLOADS = ("auto", "model", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinks:
     """How rows travel. Raises ConfigError.
 
-    payload      of the rows that experts read: the model's dtype, or a byte for each value and a row's scale; "auto": what
-                 GPU ranks send. Results are in the model's dtype
+    payload      of the rows that experts read: the model's dtype, float8 with a scale for each row, or "auto": what GPU ranks
+                 send. Results are in the model's dtype
     num_hosts    that the ranks are divided among; has_stages: a row goes once to each host, and is spread there
     halves       whether rows are exchanged in two halves; None: from HALVES_ROWS on
     network_bytes_per_s  between hosts, of each device; an assumption

@@ -134,22 +134,28 @@ def route_pairs(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: Expert
     return routed if extra.change is None else extra.change(routed)
 
 
-def takes_float8(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Return whether float8 experts take inputs of x's kind in float8: in steps with many tokens, unless sums are in order.
+def pack_inputs(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
+    """Return rows [T, N] in the form that products take which have no adapters, and no order of sums: u8, see
+    pack_rows_launch, for float8 experts in steps with many tokens; otherwise x itself.
 
     num_tokens  of the step, on all ranks together; spec: with the experts of all ranks
     """
-    if not is_float8_step(spec, num_tokens) or x.dtype == torch.float32 or not device_traits().has_float8:
-        return False
-    weights = [each for each in (gate_up, down) if isinstance(each, DeviceQuantizedWeight)]
-    return len(weights) == 2 and all(each.codes.dtype == torch.float8_e4m3fn and each.shape[1] % 16 == 0 for each in weights)
-
-
-def pack_inputs(x: Tensor, gate_up: DeviceQuantizedWeight) -> Tensor:
-    """Return rows [T, N] in the float8 form that `multiply_pairs` takes of them, u8; see pack_rows_launch."""
-    launch, packed = pack_rows_launch(x, gate_up.group_size)
+    group_size = _float8_group(x, num_tokens, spec, gate_up, down)
+    if group_size is None:
+        return x
+    launch, packed = pack_rows_launch(x, group_size)
     launch.run()
     return packed
+
+
+def _float8_group(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> int | None:
+    """Return how many columns of inputs share a scale; None: they are not quantised. Arguments are those of pack_inputs."""
+    if not is_float8_step(spec, num_tokens) or x.dtype == torch.float32 or not device_traits().has_float8:
+        return None
+    if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
+        return None
+    fits = all(each.codes.dtype == torch.float8_e4m3fn and each.shape[1] % 16 == 0 for each in (gate_up, down))
+    return gate_up.group_size if fits else None
 
 
 def multiply_pairs(
@@ -231,9 +237,10 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         run_all(routes)
         routes = []
     routed = routed if change is None else change(routed)
-    if not call.is_in_order and call.extra.adapters is None and takes_float8(x, len(x), spec, call.gate_up, call.down):
-        assert isinstance(call.gate_up, DeviceQuantizedWeight)
-        launch, packed = pack_rows_launch(x, call.gate_up.group_size)
+    is_exact = call.is_in_order or call.extra.adapters is not None
+    group_size = None if is_exact else _float8_group(x, len(x), spec, call.gate_up, call.down)
+    if group_size is not None:
+        launch, packed = pack_rows_launch(x, group_size)
         routes, call = [*routes, launch], call._replace(x=packed)
     launches, hidden, close = _product_launches(call, routed)
 

@@ -203,7 +203,7 @@ def test_many_tokens_are_rounded_to_float8_for_float8_experts_before_or_after_th
         expected[pair // 2] += share * (inner @ dense[1][expert].T)[0]
     found = mixture_of_experts(x, logits, spec, *weights)
     assert (found.cpu() - expected).norm() < 6e-3 * expected.norm()
-    sent = pack_inputs(x, weights[0])
+    sent = pack_inputs(x, 9, spec, *weights)
     assert sent.shape == (9, 80)  # 64 codes, and one or two scales
     assert torch.equal(add_pairs(multiply_pairs(sent, routes, spec, *weights, dtype=x.dtype), 2), found)
     exact = mixture_of_experts(x, logits, spec, *weights, is_in_order=True)
