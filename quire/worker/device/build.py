@@ -188,6 +188,7 @@ def _start_ranks(
         assert isinstance(built.executor, LeaderGpuExecutor)
         if group.placements is not None:
             built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
+            built.executor.save_pairs(config.save_expert_load)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -276,7 +277,7 @@ def _load_decoder(
     is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
     logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
     if counts_experts(config):
-        decoder.watch_experts(config.lossy_routing)
+        decoder.watch_experts(config.lossy_routing, config.save_expert_load is not None and stage is None)
     return decoder
 
 
