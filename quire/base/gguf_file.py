@@ -149,6 +149,7 @@ def _read_gguf(path: Path) -> GgufFile:
 
 
 def read_gguf_file(path: Path) -> GgufFile:
+    """Read one file, without the other shards and without sharing; see `read_gguf`."""
     try:
         with path.open("rb") as stream:
             return _Reader(stream, path, os.fstat(stream.fileno()).st_size).read()

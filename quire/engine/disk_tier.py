@@ -46,7 +46,7 @@ _RETRY = 1.05
 _CLOSE_S = 5.0
 """How long `close` waits for the thread, which may be in the middle of a read or a write."""
 _TOUCH_S = 2.0
-"""Uses of pages are told to the index together, after so long: it then writes, and sometimes syncs, and look-ups wait."""
+"""Interval at which uses of pages are written to the index, together: it may sync then, and look-ups wait."""
 _WRITE_BYTES = 4 << 20
 """Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
@@ -410,7 +410,7 @@ class DiskTier:
             self._written.append([slot for _, slot, _ in pages])
 
     def _pause(self, error: Exception) -> None:
-        """Write nothing for a while. That is told once, until something could be written again."""
+        """Write nothing for a while. A warning is logged once, until something could be written again."""
         self._paused_until_s = time.monotonic() + _PAUSE_S
         if "write" not in self._problems:
             logger.warning(

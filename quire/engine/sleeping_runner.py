@@ -74,6 +74,7 @@ class SleepingRunner:
             raise UnsupportedError(f"sleep level {level} is not supported with {reason}")
 
     def refusal(self, level: SleepLevel) -> str | None:
+        """Return why the engine cannot sleep; None: it can."""
         config, report = self._config, self._report
         if config.has_kv_transfer:
             return f"{config.transfer_field}: other engines use this engine's KV cache"

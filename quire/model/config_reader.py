@@ -197,6 +197,7 @@ def read_json_object(file: Path) -> dict[str, object]:
 
 
 def load_json_object(file: Path) -> dict[str, object]:
+    """Read a file's JSON object, without the sharing of `read_json_object`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -108,6 +108,7 @@ class HeadProposer(Proposer):
             row += count
 
     def take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
+        """Keep the features of the tokens from `first` on until the head reads them."""
         if len(sequence.token_ids) >= self._max_len:
             sequence.memo = None  # nothing is drafted beyond max_len, so the pending features would be kept forever
             return

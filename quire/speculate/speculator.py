@@ -125,6 +125,7 @@ class Speculator:
         return True
 
     def end_skipping(self) -> None:
+        """Report the steps that were skipped to the controller, and skip no more."""
         if self.controller is not None and self.num_skipped > 0:
             self.controller.skip_steps(self.num_skipped)
         self._skips_left = self.num_skipped = 0

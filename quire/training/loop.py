@@ -227,6 +227,7 @@ def _agreement(head: Any, target: Target, held_out: NDArray[np.int32], options: 
 
 
 def write_head(options: DraftTraining, head: Any, progress: Progress, agreement: list[float]) -> TrainedHead:
+    """Write the weights of a trained head, its config and its model card to options.out."""
     tensors = head.tensors()
     file = options.out / "model.safetensors"
     save_file(tensors, str(file), metadata={"format": "pt"})

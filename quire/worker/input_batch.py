@@ -239,6 +239,7 @@ class InputBatch:
         return row
 
     def append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
+        """Append blocks to the table of a row; return the change."""
         first = row.num_blocks
         row.num_blocks = first + len(block_ids)
         row.block_table[first : row.num_blocks] = block_ids

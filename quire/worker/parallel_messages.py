@@ -1,4 +1,4 @@
-"""What a leader tells its workers, of CPUs, GPUs or stages: the calls of its executor as messages of a MessageRing.
+"""Messages of a leader to its workers, of CPUs, GPUs or stages: the calls of its executor, over a MessageRing.
 
 A message is sixteen numbers and some arrays, so nothing is pickled. Every call reaches all workers in the leader's order.
 """

@@ -140,7 +140,7 @@ def needs_host_sampling(row: SamplingRow, has_sampler: bool, row_processor: RowP
 
 class RowProcessor(Protocol):
     """An executor whose sampler applies logits processors, and finds log probabilities, so that no logits go to the host. It
-    counts what it samples by itself; of what the driver samples it is told by set_processors."""
+    counts the tokens that it samples; set_processors reports those that the driver samples."""
 
     def takes_row(self, row: SamplingRow) -> bool:
         """Return whether it can sample the tokens of a row."""

@@ -434,6 +434,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
+        """Take a running sequence's blocks and let it wait. Raises InvariantError while a step in flight computes it."""
         step = self.in_flight.last_with(sequence.sequence_id)
         if step is not None:
             raise InvariantError(

@@ -184,6 +184,7 @@ def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
 
 
 def render(served: ServedModel, chat: ChatInput) -> RenderedChat:
+    """Apply the chat template; see `render_chat`, whose errors name the request's fields."""
     tokenizer = need_tokenizer(served)
     effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
     variables = {**effort, **chat.template_variables}

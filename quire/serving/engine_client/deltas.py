@@ -57,6 +57,7 @@ class DeltaWriter:
 
 
 def choice_delta(choice: CompletionOutput) -> ChoiceDelta:
+    """Return a choice of an output as the message that is sent."""
     return ChoiceDelta(
         choice.index,
         choice.text,

@@ -355,6 +355,7 @@ class EngineLoop:
         )
 
     def kv_report(self, now: float) -> KvReport:
+        """Return the blocks of the KV pool: those of each running request, and the cached ones."""
         scheduler = self._engine.scheduler
         blocks: dict[str, list[int]] = {}
         for sequence in scheduler.running:

@@ -384,7 +384,7 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
-        drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
+        drafting is None and fits_tables(max_model_len),  # after drafts the host applies processors
         config.pipeline_parallel_size,
     )
 
@@ -412,7 +412,7 @@ def compile_ahead(
 
 
 class _Measured(NamedTuple):
-    """What takes memory beside the KV pool: the model's steps, and what drafts."""
+    """What takes memory in addition to the KV pool: the model's steps, and the drafter."""
 
     stepper: GpuStepExecutor
     sizes: StepSizes

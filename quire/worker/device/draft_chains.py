@@ -96,7 +96,7 @@ class DeviceChains:
         yield first, len(starts) - 1
 
     def _draft_group(self, group: _Group, least_share: float) -> list[list[int]]:
-        """Launch the known tokens and then level by level, with the host at most NUM_READBACKS levels behind."""
+        """Launch the known tokens and then level by level, with at most NUM_READBACKS levels not read by the host."""
         executor, count = self.executor, len(group.counts)
         for slot, row in enumerate(group.rows):
             if self._rows[slot] is not row:
@@ -187,7 +187,7 @@ class _Group:
         self.blocks = [table[a:b] for table, a, b in zip(self._tables, firsts, lasts, strict=True)]
 
     def step(self, level: int) -> HostStep:
-        """Return the step of the known tokens, or behind them that of the draft `level`, of all that have one more."""
+        """Return the step of the known tokens (level 0), or of the drafts of a level, of all sequences that have one more."""
         batch_slots = np.arange(len(self.counts), dtype=np.int32)
         drawn = self._first_drawn + level
         if level == 0:

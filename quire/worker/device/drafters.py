@@ -1,7 +1,7 @@
-"""What drafts on a device with weights of its own: loaded beside the model, counted in its memory, and then given a cache.
+"""Drafters: draft models and draft heads on a device. They are loaded with the model and counted in its memory plan.
 
-Its weights and buffers are there before memory is measured, and so counted with the model's; its cache has as many blocks as
-the model's, so that a block takes so much more; and its largest step is measured as the model's is.
+Weights and buffers are allocated before memory is measured; the cache has as many blocks as the model's, which adds to the
+bytes of a block; the largest step is measured as the model's is.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _whole_vocabulary(target: DraftedModel, head: LayerHead) -> DeviceVocabulary
 
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:
-    """Return the steps of what drafts beside a model: of as many sequences, with up to most_known tokens of each at once."""
+    """Return the step sizes of a drafter: as many sequences as the model's, with up to most_known tokens of each at once."""
     most = most_step_tokens(max(sizes.max_num_batched_tokens, most_known), sizes.max_num_seqs, max_model_len)
     return StepSizes(sizes.max_num_seqs, most, max_model_len, has_drafts=True)
 

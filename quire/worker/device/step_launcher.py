@@ -361,7 +361,7 @@ class StepLauncher:
     def _call(
         self, call: StagedCall, start: int, changes: BlockTableUpdates, lists: Sequence[TileLists] = ()
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Write the changes behind the arrays of a step, which end at `start`, and launch; returns what run_staged does."""
+        """Write the changes after the arrays of a step, which end at `start`, and launch; returns what run_staged does."""
         end = start
         if not changes.is_empty:
             staged = self.staging.arrange(changes.parts(), start)
@@ -514,7 +514,7 @@ class StepLauncher:
         run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
 
     def _send(self, start: int, changes: ChangeCounts) -> None:
-        """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
+        """Copy the arrays that end at `start` to the device, with those of the changes after them, and make the changes."""
         if changes.is_empty:
             if start:
                 self.staging.send(start)

@@ -29,8 +29,9 @@ struct StepInput {
     i32 feature_size = 0;
     // The number of each token's adapter, -1: none; null: no token has one. See Plan::set_adapter.
     const i32* row_adapters = nullptr;
-    // Of a plan with recurrent states, for each sequence: the row of the states from which it starts, -1: zeros; and where its saves begin
-    // [num_sequences + 1], which are pairs: a number of its tokens, in rising order, and the row that gets the state after them.
+    // Of a plan with recurrent states, for each sequence: the row of the states from which it starts, -1: zeros; and where its
+    // saves begin [num_sequences + 1], which are pairs: a number of its tokens, in rising order, and the row that gets the state
+    // after them.
     const i32* state_sources = nullptr;
     const i32* save_starts = nullptr;
     const i32* saves = nullptr;
