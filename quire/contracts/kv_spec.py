@@ -182,7 +182,7 @@ class KvSpec:
             shapes += tuple(_entry_shape(one, block_size) for one in attentions)
         if not spec.has_recurrent_state:
             latent = [one.latent for one in attentions]
-            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
+            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
             found = cls(block_size, dtype, shapes, is_joined=any(index_dims), index_dims=index_dims if any(index_dims) else ())
             return found._with_windows(spec) if limits_windows else found
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
