@@ -276,7 +276,7 @@ def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
     size = one.num_kv_heads * one.head_dim
     if not is_gpu or one.latent is None:
         return 2 * size
-    return size if one.latent.indexer is None else size + one.latent.indexer.head_dim
+    return size if one.latent.indexer is None else size + one.latent.indexer.key_size
 
 
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:

@@ -284,7 +284,11 @@ def _lose_by_distance(scores: Tensor, distances: Tensor, spec: AttentionSpec, sh
     """Return scores with what ALiBi takes off; shape: of the slopes of all heads beside scores and distances."""
     if not spec.alibi_slopes:
         return scores
-    return (scores - torch.tensor(spec.alibi_slopes).view(shape) * distances).to(scores.dtype)
+    slopes = torch.tensor(spec.alibi_slopes).view(shape)
+    if spec.alibi_scale is None:
+        return (scores - slopes * distances).to(scores.dtype)
+    positions = distances[..., :1] - distances  # of keys, the first of which has the position 0: there is no window
+    return scores + (slopes.bfloat16() * positions).to(scores.dtype) * spec.alibi_scale
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

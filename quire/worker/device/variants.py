@@ -78,7 +78,7 @@ class ServedModel(NamedTuple):
 
         All of a model whose layers refer to others by their numbers.
         """
-        if self.spec.per_layer_inputs is not None or any(one.attention.kv_source is not None for one in self.spec.layers):
+        if self.spec.per_layer_inputs is not None or any(one.attention.reads_other_layer for one in self.spec.layers):
             return self
         kinds, layers = self.kinds()[:-1], self.spec.layers
         chosen, pairs = [0][: len(kinds)], list[tuple[object, object]]()

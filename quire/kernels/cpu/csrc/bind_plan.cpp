@@ -133,6 +133,7 @@ void bind_layer(nb::module_& m) {
             indexer.k = std::move(k);
             indexer.weights = std::move(weights);
         }, "num_heads"_a, "head_dim"_a, "top_k"_a, "is_interleaved"_a, "q"_a, "k"_a, "weights"_a, "Let queries attend to the keys that an indexer chooses; see KeyIndexer in plan.h.")
+        .def("share_choice", [](PlanLayer& l, i32 top_k) { l.latent.indexer.top_k = top_k; }, "top_k"_a, "Let queries attend to the keys that the last indexer before them has chosen.")
         .def("set_block", [](PlanLayer& l, std::shared_ptr<NativeWeight> out) { l.block.out = std::move(out); }, "out"_a,
              "Let attention and the feed-forward block be a block before the mixer; see SharedBlock in plan.h.")
         .def("set_block_adapter", [](PlanLayer& l, const std::string& name, std::shared_ptr<NativeWeight> in, std::shared_ptr<NativeWeight> out) {

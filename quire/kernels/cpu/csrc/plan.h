@@ -62,7 +62,7 @@ struct LatentHead {
 };
 // What chooses the keys that a query attends to, the best top_k of all before it, by keys of its own (IndexerSpec). Every rank has all of it.
 struct KeyIndexer {
-    i32 num_heads = 0, head_dim = 0, top_k = 0;  // top_k 0: there is none
+    i32 num_heads = 0, head_dim = 0, top_k = 0;  // top_k 0: there is none; without weights: the choice of the last indexer before it
     bool is_interleaved = false;                 // as in Latent
     std::shared_ptr<NativeWeight> q, k, weights;  // of what queries are made of, and of the input
     Norm k_norm;
@@ -212,7 +212,8 @@ struct PlanLayer {
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
     bool has_attention() const { return q != nullptr; }
-    bool has_indexer() const { return latent.indexer.top_k > 0; }
+    bool has_indexer() const { return latent.indexer.q != nullptr; }
+    bool attends_chosen() const { return latent.indexer.top_k > 0; }
     // The cache with an indexer: `keys` are the rows, and `values` the indexer's keys.
     IndexedKv indexed_kv() const { return {kv.format, kv.block_size, head_dim, latent.indexer.head_dim, kv.keys, kv.values}; }
     bool is_mixed() const { return q != nullptr && mixer != nullptr; }

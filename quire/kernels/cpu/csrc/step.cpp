@@ -203,7 +203,7 @@ struct Stepper : StepBlock {
         }
         Batch own = batch;
         if (l.is_windowed) own.block_tables = in.window_tables;
-        if (l.has_indexer())
+        if (l.attends_chosen())
             attend_chosen(a, l);
         else
             kernels.attention->attend(worker, a, own);

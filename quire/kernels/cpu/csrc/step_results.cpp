@@ -59,7 +59,7 @@ void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_window
     for (const std::shared_ptr<PlanLayer>& layer : layers_) {
         const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank / std::max(group_.home_size, 1) * num_slots;
         for (i32 i = 0; layer->k && layer->is_windowed == is_windowed && i < count; ++i) {
-            if (layer->has_indexer())
+            if (layer->attends_chosen())
                 kernels_used->attention->move_indexed(layer->indexed_kv(), from[i], to[i]);
             else if (!has_homes())
                 kernels_used->attention->move(layer->kv, from[i], to[i]);
