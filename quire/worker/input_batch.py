@@ -149,7 +149,7 @@ class InputBatch:
         self._constrained: set[SequenceId] = set()  # those with a grammar
         self._evicted: set[SequenceId] = set()  # those that have lost blocks
         self._observers: set[SequenceId] = set()  # those with a KV compression that observes attention
-self._bounds: dict[SequenceId, tuple[int, int, float]] = {}  # key, first position and gap of those that skip runs
+        self._bounds: dict[SequenceId, tuple[int, int, float]] = {}  # key, first position and gap of those that skip runs
         self._bound_keys, self._ended_bounds = itertools.count(1), list[int]()
         self.block_tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
