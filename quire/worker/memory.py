@@ -44,7 +44,7 @@ _DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
 """So many that the products of a small model take longer than the host takes to launch them."""
 
 _SPARE_CHECKPOINTS = 16
-"""Recurrent states of prefixes that are kept besides one for each sequence that runs."""
+"""Recurrent states of prefixes that are kept, in addition to one for each running sequence."""
 
 _ROWS_OF_A_RANK = 4
 """Rows of the hidden size that each tensor-parallel rank has for a token: hidden states, their norm, and both packed."""
