@@ -226,7 +226,7 @@ class _Medusa(Drafter):
     def run_full(self) -> None:
         """See Drafter."""
         hidden = self._decoder.features_at([0] * self._num_rows)
-        self.model.speak(hidden, self.model.num_heads).softmax(-1)
+        self.model.logits(hidden, self.model.num_heads).softmax(-1)
 
     def give_pool(self, num_blocks: int) -> None:
         """See Drafter: heads that do not attend have no cache."""
