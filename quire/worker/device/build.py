@@ -246,7 +246,7 @@ def build_rank(
         own = _Measured(stepper, sizes, drafter, group, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
-        _give_memory(config, report, plan, own, device, group, slab)
+        _allocate_pools(config, report, plan, own, device, group, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -318,7 +318,7 @@ def _agreed_plan(plan: MemoryPlan, report: ModelReport, decoder: DeviceDecoder, 
     return replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks), num_window_blocks=group.least(plan.num_window_blocks))
 
 
-def _give_memory(
+def _allocate_pools(
     config: EngineConfig,
     report: ModelReport,
     plan: MemoryPlan,
@@ -327,7 +327,7 @@ def _give_memory(
     group: GpuGroup | None,
     slab: HostSlab | None,
 ) -> None:
-    """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
+    """Allocate the KV pools of the executor and the drafter, and the host tier, if there is one."""
     num_blocks = plan.num_local_blocks + num_spare_blocks(config)
     pool = DeviceKvPool(report.memory.kv, num_blocks, device, plan.num_states, plan.num_window_blocks)
     own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
