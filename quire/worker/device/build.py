@@ -31,6 +31,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
+from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -176,6 +177,8 @@ def _start_ranks(
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.slots_file >= 0 and isinstance(workers, RemoteWorkers):
+            raise ConfigError("the KV tiers and roles need all ranks on one host, but these are on several: leave them out")
         if told.options:
             workers.startup.stage("comparing ranks")
             check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
