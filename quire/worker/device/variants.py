@@ -170,15 +170,13 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
     with torch.inference_mode(), noted_launches() as launches:
         # The engine begins with these; then come the first prompts and decode steps.
         one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        if not shares_tokens:  # otherwise no CUDA graphs are recorded
+        if not shares_tokens:  # then there are no CUDA graphs
             executor.record_samples()
-            # CUDA graphs of steps with prompts differ from the others below in their attention alone, and that not by their
-            # tokens.
+            # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
             prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
             for key in [*prompts, *executor.grid.keys]:
                 executor.record(key)
-        decodes = _decode_steps(one_by_one, sizes) if shares_tokens else ()
-        for step in itertools.chain(decodes, _mixed_steps(one_by_one, sizes)):
+        for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:
                 one_by_one.launch(_with_trees(step), one_by_one.samplings[0], BlockTableUpdates([]))
@@ -257,14 +255,6 @@ def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostSt
         num_tokens = min(num_long + num_short, context_len + num_short, sizes.max_num_batched_tokens)
         if sizes.max_num_seqs > 1 and num_tokens > num_short:
             yield full_step(num_tokens, 2, context_len, executor.padding_slot, num_short)
-
-
-def _decode_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
-    """Yield steps of short runs only, as are recorded where CUDA graphs are."""
-    counts = {sizes.max_num_seqs, *(near for count in _powers_of_two(sizes.max_num_seqs) for near in (count, count + 1))}
-    for num_queries, count in itertools.product((1, 2, 4, 8, 16), sorted(counts)):
-        if count <= sizes.max_num_seqs and num_queries * count <= sizes.max_num_batched_tokens:
-            yield full_step(num_queries * count, count, sizes.max_model_len, executor.padding_slot, num_queries)
 
 
 def _with_trees(step: HostStep) -> HostStep:
