@@ -98,11 +98,11 @@ def _fits_block_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     has_blocks = weight.group_size == weight.scale_rows == _BLOCK and num_rows % _BLOCK == num_columns % (4 * _BLOCK) == 0
     has_product = x.device.type in ("cuda", "meta") and device_traits().is_hopper
     is_many = x.dtype == torch.bfloat16 and len(x) >= LIBRARY_FROM
-    return has_blocks and is_many and has_product and _multiplies_blocks(x.device)
+    return has_blocks and is_many and has_product and multiplies_blocks(x.device)
 
 
 @cache
-def _multiplies_blocks(device: torch.device) -> bool:
+def multiplies_blocks(device: torch.device) -> bool:
     """Return whether torch's scaled product takes scales of 128 columns of tokens and of blocks of weights."""
     if device.type == "meta":  # so that what is compiled ahead is what the GPU will be asked for
         return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)

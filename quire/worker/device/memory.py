@@ -57,14 +57,14 @@ _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
 
 _MAX_DRAFT_LOGITS = 1 << 27
-"""Logits behind drafts that are held at once: a quarter or half a GiB, which the memory plan sees in the largest step."""
+"""Logits after drafts that are held at once: a quarter or half a GiB, which the memory plan sees in the largest step."""
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
 """What copies of a CUDA graph may have found in what the driver had taken already: it takes memory in pieces, so that one
 copy takes nothing or a whole piece."""
 _LATER_BYTES = 128 << 20
-"""What CUDA graphs may take later beside: a library's working memory for another thread, and pieces for smaller tensors."""
+"""Reserve for CUDA graphs: a library's working memory for another thread, and the allocator's pieces for smaller tensors."""
 
 
 class DeviceMemory(Protocol):
@@ -154,7 +154,7 @@ class DeviceUsage:
     """What is known of a device before the KV pool is made, in bytes.
 
     foreign_bytes     taken by others, and by the driver and the code of the kernels
-    weight_bytes      of the model and of what lies beside it for good
+    weight_bytes      of the model and of all else that stays allocated
     activation_bytes  peak of one full step, and of the CUDA graphs' own pool; at least what measuring the device takes
     """
 
@@ -398,13 +398,13 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
 
 
 def num_spare_blocks(config: EngineConfig) -> int:
-    """Return how many blocks a pool has behind its own: where ranks share the tokens of sequences, one that copies of other
-    ranks' blocks read and write."""
+    """Return how many blocks follow a pool's own: where ranks share the tokens of sequences, one for copies of other ranks'
+    blocks."""
     return 1 if config.decode_context_parallel_size > 1 else 0
 
 
 def check_pinned(memory: MemoryPlan) -> None:
-    """Raise ConfigError where the host has not the memory of the host tier beside that of offloaded weights."""
+    """Raise ConfigError if the host's memory does not hold both the host tier and offloaded weights."""
     wanted, available = memory.pinned_bytes, available_memory_bytes() - memory.offloaded_bytes
     if wanted > available:
         raise ConfigError(
