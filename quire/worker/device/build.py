@@ -401,16 +401,16 @@ def compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda" or config.decode_context_parallel_size > 1:
-        return None  # what the largest step does not launch, such as decode steps, is compiled by the first step that does
+    if device.type != "cuda":
+        return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    has_homes = config.enable_dp_attention
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
+    of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
+    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
     return Precompilation(order, parameters)
 
 
