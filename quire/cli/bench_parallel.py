@@ -60,7 +60,7 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--imbalance", type=float, default=1.0, help="max/mean of the ranks' experts")
     group.add_argument("--hosts", type=int, default=1, help="hosts that the ranks of a layout are divided among")
     group.add_argument("--network-gb-per-s", type=float, default=50.0, help="between hosts, of each device; an assumption")
-    group.add_argument("--expert-payload", default="model", help="form of the rows that experts get: model, int8 or fp8")
+    group.add_argument("--expert-payload", default="auto", help="form of the rows that experts get: auto, model or fp8")
     group.add_argument(
         "--expert-stages", type=int, choices=(1, 2), default=2, help="1: a row goes to each rank; 2: once to a host"
     )

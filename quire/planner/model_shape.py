@@ -276,7 +276,7 @@ def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
     size = one.num_kv_heads * one.head_dim
     if not is_gpu or one.latent is None:
         return 2 * size
-    return size if one.latent.indexer is None else size + one.latent.indexer.head_dim
+    return size if one.latent.indexer is None else size + one.latent.indexer.key_size
 
 
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
@@ -291,8 +291,7 @@ def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -
         kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype)
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
-            num_elements = sum((1 if kv.is_joined else 2) * heads * dim for heads, dim in shapes)
-            num_elements += sum(kv.index_dims[i] for i in of_group) if kv.index_dims else 0
+            num_elements = sum(heads * (dim + kv.value_size(i)) for i, (heads, dim) in of_group.items())
             groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept))
     return tuple(groups)
 

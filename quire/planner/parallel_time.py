@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.base.errors import ConfigError
+from quire.contracts.expert_options import is_float8_step
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.planner.expert_exchange import (
     EXCHANGED_BYTES,
@@ -243,9 +244,10 @@ class ParallelSimulation:
             return _Exchanged(traffic, self._seconds(traffic, batch))
         around = self._placed(around_experts(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
         sizes = layer.mlp, self.spec.hidden_size, layout.num_tensor, self.links, self.value_bytes
-        dispatch, combine = dispatch_and_combine(*sizes, self.is_gathered)
+        is_float8 = self.precision == "fp8" and self.hardware.has_float8 and is_float8_step(layer.mlp, batch)
+        dispatch, combine = dispatch_and_combine(*sizes, self.is_gathered, is_float8)
         if layout.num_homes > 1:  # a home sends its rows, with deterministic too
-            dispatch = dispatch_and_combine(*sizes, False)[0]
+            dispatch = dispatch_and_combine(*sizes, False, is_float8)[0]
         around_s, whole_s = self._seconds(around, batch), self._seconds(dispatch, batch) + self._seconds(combine, batch)
         halves = self.links.halves
         if not (batch // layout.num_tensor >= HALVES_ROWS if halves is None else halves):

@@ -20,7 +20,6 @@ from quire.router.prompt import Prompt
 from quire.router.prompt_cost import PromptCost
 
 Reason = Literal["only", "prefix", "load", "sticky", "turn", "owner"]
-REASONS: tuple[Reason, ...] = ("only", "prefix", "load", "sticky", "turn", "owner")
 FULL_KV_SHARE = 0.95
 """A backend with less free than this gets a request only where all others are as full."""
 _TOKENS_PER_RUNNING = 8

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.shared_slots import SharedSlots
 from quire.transfer.address import Address
 from quire.transfer.channel import Channel, Fields, TransferError, int_of, list_of, text_of
@@ -206,6 +206,7 @@ class PageClient:
         self._closing = threading.Event()
         self._watching: threading.Thread | None = None
         self._outcomes: Counter[str] = Counter()
+        self.errors = UnexpectedErrors(logger)
         self.pull_s = 0.0
 
     def set_peers(self, addresses: Sequence[Address]) -> None:
@@ -358,7 +359,23 @@ class PageClient:
             self._watching.join(timeout_s)
 
     def _run(self, pull: Pull, peer: _Peer) -> None:
-        started_s, tried = time.monotonic(), [peer]
+        started_s, outcome = time.monotonic(), "lost"
+        try:
+            outcome = self._try_peers(pull, peer, started_s)
+        except Exception as error:  # noqa: BLE001 - the pages are computed here
+            self.errors.note("the choice of a prefill engine", error)
+        finally:
+            pull.duration_s = time.monotonic() - started_s
+            with self._lock:
+                self._pulls.discard(pull)
+                self._outcomes[outcome] += 1
+                self.pull_s += pull.duration_s
+            pull.outcome, pull.is_over = outcome, True
+            self._on_news()
+
+    def _try_peers(self, pull: Pull, peer: _Peer, started_s: float) -> str:
+        """Ask a peer, and others where it fails; return the outcome."""
+        tried = [peer]
         outcome = self._attempt(pull, peer)
         while outcome in _RETRIED and not pull.num_done and time.monotonic() - started_s < _RETRY_WITHIN_S:
             with self._lock:
@@ -369,13 +386,7 @@ class PageClient:
                 self._outcomes["retried"] += 1
             tried.append(following)
             outcome = self._attempt(pull, following)
-        pull.duration_s = time.monotonic() - started_s
-        with self._lock:
-            self._pulls.discard(pull)
-            self._outcomes[outcome] += 1
-            self.pull_s += pull.duration_s
-        pull.outcome, pull.is_over = outcome, True
-        self._on_news()
+        return outcome
 
     def _attempt(self, pull: Pull, peer: _Peer) -> str:
         """Ask one peer, and return the outcome."""
@@ -386,8 +397,8 @@ class PageClient:
             outcome, problem = error.reason, str(error)
         except (TransferError, OSError) as error:
             outcome, problem = ("aborted" if pull.is_cancelled else "lost"), str(error)
-        except Exception:
-            logger.exception("a KV transfer from %s failed", peer.address)
+        except Exception as error:  # noqa: BLE001 - the pages are computed here
+            self.errors.note("a KV transfer", error, f"from {peer.address}")
             outcome, problem = "lost", "an error of this engine"
         with self._lock:
             peer.num_active -= 1
@@ -435,7 +446,10 @@ class PageClient:
                 for peer in self._peers:
                     _drop(peer.idle, [one for one in peer.idle if one.channel.is_readable])
             for peer in self._peers:
-                self._ask_load(peer)
+                try:
+                    self._ask_load(peer)
+                except Exception as error:  # noqa: BLE001 - the load of the peer is not known
+                    self.errors.note("asking for the load of a prefill engine", error, str(peer.address))
 
     def _ask_load(self, peer: _Peer) -> None:
         with self._lock:
@@ -446,8 +460,10 @@ class PageClient:
             connection.channel.send({"type": "load"})
             fields, _ = connection.channel.receive("load")
             self._note_report(peer, fields)
-        except (TransferError, OSError) as error:
+        except BaseException as error:
             connection.close()
+            if not isinstance(error, TransferError | OSError):
+                raise
             if isinstance(error.__cause__, TimeoutError):  # a peer that has ended is noticed at the next transfer
                 with self._lock:
                     self._judge(peer, "lost", str(error))

@@ -33,8 +33,7 @@ from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 from quire.worker.state_table import num_state_rows
 
 _KV_SHARE = 0.5
-"""Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
-not ours."""
+"""Default share of the memory that weights and activations leave which the KV pool may take: other processes need the rest."""
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""

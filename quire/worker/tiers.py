@@ -119,6 +119,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "max_model_len": str(report.memory.max_model_len),
         "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes)),
         "page": _page_name(config, report),
+        **({"values": repr(kv.value_sizes)} if kv.value_sizes else {}),
         **_states_name(config, report),
         **_routing_name(config),
     }

@@ -48,8 +48,12 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: linear weights are [in, out], the columns of c_attn are q, k, v."""
-    sources = rename(spec, _LAYER, TOP, layers="h")
-    size = spec.hidden_size
+    return rename(spec, _LAYER, TOP, layers="h") | find_linears(spec)
+
+
+def find_linears(spec: ModelSpec) -> Sources:
+    """Return where the linear layers of each layer are stored."""
+    sources, size = dict[str, Source](), spec.hidden_size
     for index in range(len(spec.layers)):
         for kind, is_transposed in (("weight", True), ("bias", False)):
             for part, name in enumerate("qkv"):

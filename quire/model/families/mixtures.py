@@ -60,8 +60,8 @@ def read_sigmoid_moe(config: ConfigView, shared: str = "n_shared_experts") -> Mo
 
     shared  the key of how many there are
     """
-    _refuse_other(config, "scoring_func", "sigmoid")
-    _refuse_other(config, "topk_method", "noaux_tc")
+    config.refuse_other("scoring_func", "sigmoid")
+    config.refuse_other("topk_method", "noaux_tc")
     moe = read_moe(config, "moe_intermediate_size")
     return replace(
         moe,
@@ -75,13 +75,6 @@ def read_sigmoid_moe(config: ConfigView, shared: str = "n_shared_experts") -> Mo
         groups=read_groups(config, moe, num_best=2),
         shared=read_shared_expert(config, moe, shared),
     )
-
-
-def _refuse_other(config: ConfigView, key: str, supported: str) -> None:
-    if config.raw(key) not in (None, supported):
-        raise UnsupportedError(
-            f"{key} {config.raw(key)!r} is not supported in a {config.model_type!r} model; supported: {supported!r}"
-        )
 
 
 def read_sparse_steps(config: ConfigView) -> list[bool]:

@@ -14,7 +14,7 @@ from quire.model.families.sources import Source, Sources, rename
 MODEL_TYPE = "opt"
 
 
-_TOP = {"embed": "embed_tokens", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
+_TOP = {"embed": "embed_tokens", "lm_head": "lm_head"}
 _LAYER = {
     "attn_in": "self_attn_layer_norm",
     "mlp_in": "final_layer_norm",
@@ -46,9 +46,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return repeat_layer(config, layer, norm, num_learned_positions=positions, max_positions=positions)
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+def find_sources(spec: ModelSpec, _stored: Collection[str], final_norm: str = "final_layer_norm") -> Sources:
     """Return where each parameter is stored."""
-    sources = rename(spec, _LAYER, _TOP)
+    sources = rename(spec, _LAYER, {**_TOP, "final_norm": final_norm})
     rows = (_FIRST_POSITION, _FIRST_POSITION + spec.num_learned_positions)
     return sources | {"pos.weight": Source.of("embed_positions.weight", rows)}
 

@@ -228,14 +228,14 @@ def build_rank(
     slab   see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
-    _choose_tiles(config, device)
+    choose_tiles(config, device)
     memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
-        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
+        compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         decoder = _load_decoder(config, report, device, parameters, group)
         stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
         if group is not None:
@@ -349,7 +349,7 @@ def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
     return device_weight_bytes(config, report.spec, report.parameters, report.folder)
 
 
-def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
+def choose_tiles(config: EngineConfig, device: torch.device) -> None:
     """Make a device the current one, and choose its tiles. Raises ConfigError for a device that cannot be used so."""
     if device.type != "cuda" and not INTERPRETED:
         raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
@@ -384,12 +384,12 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
-        drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
+        drafting is None and fits_tables(max_model_len),  # after drafts the host applies processors
         config.pipeline_parallel_size,
     )
 
 
-def _compile_ahead(
+def compile_ahead(
     device: torch.device,
     config: EngineConfig,
     report: ModelReport,
@@ -412,7 +412,7 @@ def _compile_ahead(
 
 
 class _Measured(NamedTuple):
-    """What takes memory beside the KV pool: the model's steps, and what drafts."""
+    """What takes memory in addition to the KV pool: the model's steps, and the drafter."""
 
     stepper: GpuStepExecutor
     sizes: StepSizes

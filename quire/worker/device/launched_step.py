@@ -25,7 +25,7 @@ from quire.worker.device.staging import Part, Staged, staged_bytes
 class StepSizes(NamedTuple):
     """The largest step, and the longest sequence.
 
-    max_num_drafts  drafts of a step at most, behind which tokens are sampled
+    max_num_drafts  drafts of a step at most; a token is sampled after each
     has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
     has_trees       whether some of these are trees
     has_processors  whether the device applies logits processors, and finds log probabilities

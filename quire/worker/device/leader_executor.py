@@ -236,7 +236,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor."""
         with self._scope():
             self._workers.barrier.check()
-            if self._rebalancer is not None and self._sleeping is None:
+            if self._rebalancer is not None and self.sleeping is None:
                 self._rebalancer.advance()
 
     def sleep(self) -> None:

@@ -47,7 +47,7 @@ class Order(NamedTuple):
     is_in_order    see DeviceDecoder
     arch           compute capability, e.g. 90
     table          of tiles, with which kernels are launched
-    head           what is compiled instead of the model: a head beside it
+    head           a draft head, which is compiled instead of the model
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
     num_redundant  copies of experts in a layer, with expert parallelism; None: without
     has_homes      ranks attend to sequences of their own

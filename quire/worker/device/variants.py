@@ -78,7 +78,7 @@ class ServedModel(NamedTuple):
 
         All of a model whose layers refer to others by their numbers.
         """
-        if self.spec.per_layer_inputs is not None or any(one.attention.kv_source is not None for one in self.spec.layers):
+        if self.spec.per_layer_inputs is not None or any(one.attention.reads_other_layer for one in self.spec.layers):
             return self
         kinds, layers = self.kinds()[:-1], self.spec.layers
         chosen, pairs = [0][: len(kinds)], list[tuple[object, object]]()
@@ -108,7 +108,7 @@ def _split(name: str) -> tuple[int | None, str]:
 
 
 class ServedHead(NamedTuple):
-    """A head beside a model, as its steps are served.
+    """A draft head, and the sizes of its steps.
 
     head    without its parameters, of which the shapes are here by name
     kv      of the head
@@ -137,7 +137,7 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
 
 
 def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
-    """Return those that the steps of a head launch beside a model, which has the embedding and the output."""
+    """Return those that the steps of a draft head launch, which shares the model's embedding and LM head."""
     head, sizes = meta_head(model, served), served.sizes
     found = _step_variants(head, served.kv, sizes)
     with torch.inference_mode(), noted_launches() as launches:

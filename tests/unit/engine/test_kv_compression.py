@@ -172,7 +172,7 @@ def test_tokens_are_the_same_after_preemptions(llm, plain, name):
         found.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
         num_steps += 1
         if num_steps % 11 == 0 and num_steps < 50:
-            engine.scheduler._preempt(engine.scheduler.running.last, "kv_blocks")
+            engine.scheduler.preempt(engine.scheduler.running.last, "kv_blocks")
     assert [list(found[f"{name} {index}"]) for index in range(len(PROMPTS))] == plain[0][name]
 
 

@@ -229,15 +229,17 @@ def test_copies_of_rows_are_those_that_even_routing_counts(num_hosts):
 
 
 def test_rows_of_experts_travel_in_the_form_and_the_way_that_is_asked_for():
-    def traffic(is_gathered=False, **links):
-        return dispatch_and_combine(MIXTURE, 1024, 8, ExpertLinks(**links), 2, is_gathered)
+    def traffic(is_gathered=False, is_float8=False, **links):
+        return dispatch_and_combine(MIXTURE, 1024, 8, ExpertLinks(**links), 2, is_gathered, is_float8)
 
     dispatch, combine = traffic()
     assert dispatch == combine
     assert (dispatch.num_calls, dispatch.network_bytes) == (1, 0)
     assert dispatch.local_bytes == pytest.approx(7 / 8 * 2048 * (1 - math.comb(28, 4) / math.comb(32, 4)))
-    assert traffic(payload="fp8")[0].local_bytes / dispatch.local_bytes == pytest.approx(1028 / 2048)
+    assert traffic(payload="fp8")[0].local_bytes / dispatch.local_bytes == pytest.approx(1040 / 2048)
     assert traffic(payload="fp8")[1] == combine
+    assert traffic(is_float8=True) == traffic(payload="fp8")
+    assert traffic(is_float8=True, payload="model") == (dispatch, combine)
     one, two = traffic(num_hosts=2, has_stages=False)[0], traffic(num_hosts=2)[0]
     assert one.local_bytes + one.network_bytes == pytest.approx(dispatch.local_bytes)
     assert two.network_bytes < one.network_bytes / 1.5
@@ -256,6 +258,12 @@ def test_large_steps_of_gpu_ranks_exchange_rows_and_halves_hide_a_part():
     assert whole.num_collectives == 3 * 5 + 2
     assert (halves.num_collectives, halves.exchange_bytes) == (3 * 7 + 2, whole.exchange_bytes)
     assert whole.hidden_s == 0 < halves.hidden_s
+    narrow = replace(simulation, precision="fp8")  # of eight experts and 128 columns: more than 128 tokens
+    in_float8, wide = (
+        replace(narrow, links=ExpertLinks(payload)).step(layout, Load(16384, 16)).exchange_bytes
+        for payload in ("auto", "model")
+    )
+    assert 0 < in_float8 < wide == whole.exchange_bytes
     assert halves.exchange_s < whole.exchange_s + 6 * simulation.hardware.efficiency.collective_s
     assert seconds_in_halves(2.0, 5.0, 3.0) == 2 + 5 + 5 + 3
     assert seconds_in_halves(4.0, 1.0, 6.0) == 4 + 4 + 6 + 6

@@ -380,7 +380,7 @@ def test_tokens_are_the_same_when_all_ranks_have_slept(qwen, threads):
     llm = engine(qwen, 2)
     executor, expected = executor_of(llm), tokens_of(llm, PROMPTS[:1], greedy(2))
     llm.sleep(1)
-    assert executor._sleeping.weights.num_bytes > 0
+    assert executor.sleeping.weights.num_bytes > 0
     llm.wake_up()
     assert tokens_of(llm, PROMPTS[:1], greedy(2)) == expected
     llm.close()
