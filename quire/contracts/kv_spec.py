@@ -193,7 +193,7 @@ class KvSpec:
             shapes += tuple(entries)
         if not spec.has_recurrent_state:
             latent = [one.latent for one in attentions]
-            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
+            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
             found = cls(block_size, dtype, shapes, is_joined=any(index_dims), index_dims=index_dims if any(index_dims) else ())
             found = replace(found, value_sizes=value_sizes)
             return found._with_windows(spec) if limits_windows else found

@@ -46,7 +46,7 @@ _RETRY = 1.05
 _CLOSE_S = 5.0
 """How long `close` waits for the thread, which may be in the middle of a read or a write."""
 _TOUCH_S = 2.0
-"""Uses of pages are told to the index together, after so long: it then writes, and sometimes syncs, and look-ups wait."""
+"""Interval at which uses of pages are written to the index, together: it may sync then, and look-ups wait."""
 _WRITE_BYTES = 4 << 20
 """Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
@@ -115,7 +115,7 @@ class DiskTier:
         self._problems: dict[str, str] = {}  # why nothing is read or written now
         self._errors = UnexpectedErrors(logger)
         self._paused_until_s = 0.0
-        self._bytes_per_s: float | None = None
+        self.bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
         self.stats.num_pages, self.stats.num_bytes = store.usage()
@@ -171,7 +171,7 @@ class DiskTier:
         load = self._loads.pop(RequestId(request_id), None)
         if load is None:
             return False
-        self._let_go(load, 0)
+        self._release_slots(load, 0)
         return True
 
     def tier_stats(self) -> TierStats:
@@ -258,10 +258,10 @@ class DiskTier:
             if now < load.deadline_s:
                 return False
             self.stats.num_late += 1
-            self._let_go(load, 0)
+            self._release_slots(load, 0)
             return True
         if not load.slots:
-            if not load.found or not self._pays(len(load.found), load.num_blocks):
+            if not load.found or not self._is_reading_faster(len(load.found), load.num_blocks):
                 return True
             load.slots = self._tier.reserve(len(load.found))
             if load.missing.num_state_pages and len(load.slots) < len(load.found):  # the state is last
@@ -269,7 +269,7 @@ class DiskTier:
                 load.slots = []
             if not load.slots:
                 return True
-            expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
+            expected_s = len(load.slots) * self._slab.page_bytes / self.bytes_per_s if self.bytes_per_s else 1.0
             load.deadline_s = now + max(_MIN_WAIT_S, _PATIENCE * expected_s)
             self._submit(lambda: self._read(load))
             return False
@@ -281,7 +281,7 @@ class DiskTier:
         self.stats.num_read += done
         self.stats.num_late += not load.is_read
         self._tier.hold(load.request.request_id, load.slots[:done])
-        self._let_go(load, done)
+        self._release_slots(load, done)
         return True
 
     def _computing_s(self, num_blocks: int) -> float:
@@ -289,7 +289,7 @@ class DiskTier:
         num_tokens = num_blocks * self._scheduler.config.block_size
         return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
 
-    def _let_go(self, load: _Load, first: int) -> None:
+    def _release_slots(self, load: _Load, first: int) -> None:
         """Give back the slots of a load from `first` on, when nothing is read into them any more."""
         load.is_cancelled = True
         load.slots = load.slots[first:]
@@ -298,15 +298,15 @@ class DiskTier:
         elif load.slots:
             self._abandoned.append(load)
 
-    def _pays(self, num_pages: int, num_blocks: int) -> bool:
+    def _is_reading_faster(self, num_pages: int, num_blocks: int) -> bool:
         """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
-        if self._bytes_per_s is None or self._tokens_per_s is None:
+        if self.bytes_per_s is None or self._tokens_per_s is None:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
-        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
+        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self.bytes_per_s
         if read_s < _MAX_SHARE * self._computing_s(num_blocks):
             return True
-        self._bytes_per_s *= _RETRY
+        self.bytes_per_s *= _RETRY
         self.stats.num_declined += 1
         return False
 
@@ -365,7 +365,7 @@ class DiskTier:
             duration_s = time.monotonic() - started_s
             self.stats.read_s += duration_s
             if load.done and duration_s > 0:
-                self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
+                self.bytes_per_s = _blend(self.bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
     def _touch_later(self, uses: Mapping[int, float]) -> None:
@@ -410,7 +410,7 @@ class DiskTier:
             self._written.append([slot for _, slot, _ in pages])
 
     def _pause(self, error: Exception) -> None:
-        """Write nothing for a while. That is told once, until something could be written again."""
+        """Write nothing for a while. A warning is logged once, until something could be written again."""
         self._paused_until_s = time.monotonic() + _PAUSE_S
         if "write" not in self._problems:
             logger.warning(

@@ -69,6 +69,7 @@ class PrefillJob:
     outcome     then: "complete", "partial", "aborted" (D closed the connection), "expired" (D was silent) or "failed" (an error
                 of this engine)
     started_s   of time.monotonic()
+    ready       pages that have been lent, (key, slot)
     """
 
     token_ids: Sequence[int]
@@ -81,7 +82,7 @@ class PrefillJob:
     is_over: bool = False
     outcome: str = ""
     started_s: float = field(default_factory=time.monotonic)
-    _ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # key, slot
+    ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     _is_complete: bool = False
     _reason: str = ""
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -89,7 +90,7 @@ class PrefillJob:
     def add_ready(self, pages: Sequence[tuple[int, int]]) -> None:
         """Lend pages, (key, slot), in order; the engine keeps them in their slots until they are taken or the job is over."""
         with self._changed:
-            self._ready += pages
+            self.ready += pages
             self._changed.notify_all()
 
     def complete(self, reason: str = "") -> None:
@@ -101,14 +102,14 @@ class PrefillJob:
     def wait_ready(self, first: int, max_pages: int, timeout_s: float) -> tuple[list[tuple[int, int]], bool, str]:
         """Return pages from `first` on, whether they are the last, and the reason; waits for the first of them."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) > first or self._is_complete, timeout_s)
-            pages = self._ready[first : first + max_pages]
-            is_last = self._is_complete and first + len(pages) == len(self._ready)
+            self._changed.wait_for(lambda: len(self.ready) > first or self._is_complete, timeout_s)
+            pages = self.ready[first : first + max_pages]
+            is_last = self._is_complete and first + len(pages) == len(self.ready)
             return pages, is_last, self._reason if is_last else ""
 
 
 class PageSource(Protocol):
-    """The engine behind a page server; called by the threads of connections.
+    """The engine of a page server; called by the threads of connections.
 
     shared             its slots, for peers on this machine to map; None: their bytes are sent
     num_waiting_pages  of all jobs, that are not computed yet
@@ -148,7 +149,7 @@ class PageServer:
         lease_s: float = LEASE_S,
         nixl: NixlAgent | None = None,
     ) -> None:
-        self._identity, self._source, self._lease_s, self._nixl = identity, source, lease_s, nixl
+        self._identity, self._source, self.lease_s, self._nixl = identity, source, lease_s, nixl
         self.incarnation = secrets.token_hex(16)
         self._listener = address.listen()
         name = self._listener.getsockname()
@@ -310,7 +311,7 @@ class PageServer:
         num_sent, max_pages = 0, max(1, MAX_MESSAGE_BYTES // self._identity.page_bytes)
         is_last, reason = False, ""
         while True:
-            fields, _ = channel.receive("pull", "release", timeout_s=self._lease_s)
+            fields, _ = channel.receive("pull", "release", timeout_s=self.lease_s)
             if fields["type"] == "release":
                 return "complete" if is_last and not reason else "partial"
             num_taken = int_of(fields, "num_taken", job.num_taken, num_sent)
@@ -331,5 +332,5 @@ class PageServer:
             }
             if is_shared:
                 message["slots"] = [slot for _, slot in pages]
-            channel.send(message, () if is_shared else views, timeout_s=self._lease_s)
+            channel.send(message, () if is_shared else views, timeout_s=self.lease_s)
             num_sent += len(pages)

@@ -32,15 +32,17 @@ pytestmark = pytest.mark.golden
 VOCAB_SIZE, NUM_TOKENS = 131, 64
 BF16_SHARE = 1.25
 """Of the error of transformers in bfloat16: sums of states over several tokens have another order there."""
-ROUNDED_STATES = ("jamba", "jamba-dense", "mamba", "mamba-options", "falcon-mamba")
+ROUNDED_STATES = ("jamba", "jamba-dense", "mamba", "mamba-options", "falcon-mamba", "minimax")
 """Whose states transformers rounds before it multiplies them by C; quire does not, nor do the kernels of mamba-ssm."""
+TORCH_CASES = ("minimax",)
+"""Which no native kernel runs."""
 TOLERANCE = 1e-4
 OWN_TOLERANCES = {"zamba2": 1e-3}
 """Whose blocks without residual connections amplify rounding: transformers in f32 differs by 4e-4 from itself in f64."""
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
     *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
-    *("falcon-h1-norm", "nemotron-h-options", "zamba2", "lfm3", "olmo-hybrid"),
+    *("falcon-h1-norm", "nemotron-h-options", "zamba2", "lfm3", "olmo-hybrid", "minimax"),
 )
 GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.
@@ -90,7 +92,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
     spec = read_model_spec(folder)
     native = build_model(spec, open_parameters(folder, spec), 128, 16)
-    assert isinstance(native, NativeDecoder) == (load_native() is not None)
+    assert isinstance(native, NativeDecoder) == (load_native() is not None and case not in TORCH_CASES)
     assert (whole_prompt_logits(native, prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
 
 

@@ -191,7 +191,7 @@ class KvEventPublisher:
         self._options = options
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT_BATCHES)
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT_BATCHES)
         self._lock = threading.Lock()
         self._next = 0
         self._context = zmq.Context()
@@ -238,7 +238,7 @@ class KvEventPublisher:
         payload = self._encoder.encode(batch)
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._kept.append((number, payload))
+            self.kept.append((number, payload))
         # A PUB socket drops what a slow subscriber does not take; its numbers then have a gap, and it asks for a replay.
         self._socket.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
@@ -260,7 +260,7 @@ class KvEventPublisher:
             return
         client, _, start = frames
         with self._lock:
-            kept = [one for one in self._kept if one[0] >= int.from_bytes(start, "big")]
+            kept = [one for one in self.kept if one[0] >= int.from_bytes(start, "big")]
         for number, payload in kept:
             self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
         self._replay.send_multipart([client, b"", END_OF_REPLAY, b""])

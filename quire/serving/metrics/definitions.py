@@ -140,6 +140,10 @@ class Definitions:
         )
         self.preemptions = counter("num_preemptions", "Number of preempted sequences.")
         self.evicted_blocks = counter("kv_compression_evicted_blocks", "KV blocks that kv_compression of requests has evicted.")
+        self.looked_runs = counter(
+            "kv_compression_runs", "Runs of 16 keys of a kv head that the method bounds has looked at, on the first rank."
+        )
+        self.skipped_runs = counter("kv_compression_skipped_runs", "Those of them that were not read.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
         self.drafts = counter("spec_decode_num_drafts", "Number of verified drafts of sequences.")

@@ -1,6 +1,6 @@
-"""GpuGroup: one rank's view of the GPUs that share a model; and what a rank is told when it is started.
+"""GpuGroup: one rank's view of the GPUs that share a model; and the message that starts a rank.
 
-With pipeline stages the leader, rank 0, is the first tensor-parallel rank of the last stage, which samples. The ranks behind
+With pipeline stages the leader, rank 0, is the first tensor-parallel rank of the last stage, which samples. The ranks after
 those of the last stage are those of the first one, and so on.
 """
 

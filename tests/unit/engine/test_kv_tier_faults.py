@@ -267,12 +267,12 @@ def test_pages_are_not_read_when_computing_is_faster(monkeypatch, options, expec
 
     monkeypatch.setattr(DiskStore, "read", slowly)
     with make_llm(**options) as llm:
-        disk = llm.llm_engine._disk
+        disk = llm.llm_engine.disk_tier
         assert run(llm, [OTHERS[0]])[1] == [0]  # measures computing
-        disk._bytes_per_s = 1000.0  # measured before
+        disk.bytes_per_s = 1000.0  # measured before
         assert run(llm, [PREFIX]) == (expected, [0])
         assert llm.llm_engine.stats.tiers[1].num_declined == 1
-        disk._bytes_per_s = 1e12
+        disk.bytes_per_s = 1e12
         run(llm, OTHERS)
         assert disk.stats.num_read == 0
 

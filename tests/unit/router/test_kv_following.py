@@ -403,7 +403,7 @@ def test_publisher_of_quire_is_followed_in_both_encodings(tmp_path, encoding):
 def test_map_encoding_names_the_fields_of_vllm(tmp_path):
     publisher = KvEventPublisher(KvEventOptions(f"ipc://{tmp_path}/e", encoding="map"), SIZE)
     try:
-        (_, payload) = publisher._kept[0]
+        (_, payload) = publisher.kept[0]
         ts, events, rank = msgspec.msgpack.decode(payload)
         assert (events, rank) == ([{"type": "AllBlocksCleared"}], 0)
         assert abs(ts - time.time()) < 60

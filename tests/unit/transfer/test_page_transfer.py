@@ -51,7 +51,7 @@ class Source:
 
     def compute(self, num_pages, job=None):
         job = job or self.jobs[-1]
-        keys = [job.first_page + len(job._ready) + number + 1 for number in range(num_pages)]
+        keys = [job.first_page + len(job.ready) + number + 1 for number in range(num_pages)]
         self.slots.update({key: bytearray(page_of(key)) for key in keys})
         job.add_ready([(key, key) for key in keys])
 
@@ -156,7 +156,7 @@ class SharingSource(Source):
 
     def compute(self, num_pages, job=None):
         job = job or self.jobs[-1]
-        first = job.first_page + len(job._ready) + 1
+        first = job.first_page + len(job.ready) + 1
         for key in range(first, first + num_pages):
             os.pwrite(self.fd, page_of(key), key * self.STRIDE)
         super().compute(num_pages, job)
