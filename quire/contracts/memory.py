@@ -192,7 +192,7 @@ class MemoryPlan:
         if self.kv.window_tokens is None:
             return ()
         return (
-            f"windows     {self.num_window_blocks:,} blocks for {sum(self.kv.is_windowed)} of {len(self.kv.is_windowed)} "
+            f"windows     {self.num_window_blocks:,} blocks for {sum(self.kv.is_windowed)} of {self.kv.num_layers} "
             f"layers, which keep the last {self.kv.window_tokens:,} tokens; with all tokens in all layers "
             f"{self.num_unlimited_sequences:.1f} sequences would fit",
         )

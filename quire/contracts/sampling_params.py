@@ -191,7 +191,7 @@ class SamplingParams:
         if self.kv_compression is None:
             return
         object.__setattr__(self, "kv_compression", as_kv_compression(self.kv_compression))
-        if self.num_sequences > 1:
+        if self.num_sequences > 1 and self.kv_compression.evicts:
             raise RequestError(
                 f"kv_compression needs one choice, whose blocks no other choice reads: n and best_of must be 1, got "
                 f"{self.num_sequences}",

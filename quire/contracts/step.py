@@ -126,6 +126,7 @@ class StepResult:
     mask_ready       sequences that were in mask_pending of an earlier step, and are to be in plans again
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
     block_scores     sequence -> score of each of its scored_blocks of the plan; the lowest are evicted first
+    run_counts       runs of keys that all steps so far might have skipped by bounds, and those that they have; None: as before
     is_failed        the step failed as a whole: whether its pages were saved and loaded is not known
     moved_steps      steps, perhaps earlier ones, whose page_saves and page_loads have been made since the last result; None:
                      those of this step, and it waited for them
@@ -146,6 +147,7 @@ class StepResult:
     is_failed: bool = False
     block_scores: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
     moved_steps: tuple[int, ...] | None = None
+    run_counts: tuple[int, int] | None = None
 
     @property
     def done_moves(self) -> tuple[int, ...]:

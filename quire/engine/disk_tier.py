@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.base.ids import RequestId
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.request import Request
@@ -111,7 +111,9 @@ class DiskTier:
         self._touched: dict[int, float] = {}  # keys of pages that were used, and how much longer each is to be kept
         self._touch_at_s = 0.0
         self._wake, self._is_news = threading.Condition(), threading.Event()
-        self._is_closing = self._is_broken = self._is_warned = False
+        self._is_closing = self._is_broken = False
+        self._problems: dict[str, str] = {}  # why nothing is read or written now
+        self._errors = UnexpectedErrors(logger)
         self._paused_until_s = 0.0
         self.bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
@@ -175,6 +177,9 @@ class DiskTier:
     def tier_stats(self) -> TierStats:
         """Return what the tier holds and has done."""
         stats, page_bytes = self.stats, self._slab.page_bytes
+        problems = dict(self._problems)
+        if self._errors.last:
+            problems["error"] = self._errors.last
         return TierStats(
             tier="disk",
             num_pages=stats.num_pages,
@@ -191,6 +196,8 @@ class DiskTier:
             num_damaged=self._store.num_damaged,
             num_declined=stats.num_declined,
             num_late=stats.num_late,
+            num_errors=self._errors.count,
+            problems=problems,
         )
 
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
@@ -336,6 +343,8 @@ class DiskTier:
                     found, load.num_blocks = load.missing.choose(self._store.find)
             except (OSError, sqlite3.Error) as error:
                 self._break(error)
+            except Exception as error:  # noqa: BLE001 - the request is computed
+                self._errors.note("a look-up of the disk tier", error, f"request {load.request.request_id}")
             finally:
                 load.found = found
 
@@ -350,6 +359,8 @@ class DiskTier:
             self._touch_later(dict.fromkeys(keys[: load.done], 0.0))
         except (OSError, sqlite3.Error) as error:
             self._break(error)
+        except Exception as error:  # noqa: BLE001 - what was not read is computed
+            self._errors.note("a reading of the disk tier", error, f"page {keys[min(load.done, len(keys) - 1)]:032x}")
         finally:
             duration_s = time.monotonic() - started_s
             self.stats.read_s += duration_s
@@ -374,6 +385,8 @@ class DiskTier:
             self._store.touch(uses)
         except (OSError, sqlite3.Error) as error:
             self._pause(error)
+        except Exception as error:  # noqa: BLE001 - the pages are only replaced earlier
+            self._errors.note("a noting of uses of the disk tier", error)
 
     def _write(self, pages: list[tuple[int, int, float]]) -> None:
         started_s = time.monotonic()
@@ -385,10 +398,13 @@ class DiskTier:
                     [(key, self._slab.page(slot)) for key, slot, _ in pages], {key: keep_s for key, _, keep_s in pages}
                 )
                 self.stats.num_pages, self.stats.num_bytes = self._store.usage()
-                self._is_warned = False
+                self._problems.pop("write", None)
         except (OSError, sqlite3.Error) as error:
             self.stats.num_not_written += len(pages)
             self._pause(error)
+        except Exception as error:  # noqa: BLE001 - the pages are not written
+            self.stats.num_not_written += len(pages)
+            self._errors.note("a writing of the disk tier", error, f"page {pages[0][0]:032x} and those after it")
         finally:
             self.stats.write_s += time.monotonic() - started_s
             self._written.append([slot for _, slot, _ in pages])
@@ -396,15 +412,16 @@ class DiskTier:
     def _pause(self, error: Exception) -> None:
         """Write nothing for a while. A warning is logged once, until something could be written again."""
         self._paused_until_s = time.monotonic() + _PAUSE_S
-        if not self._is_warned:
-            self._is_warned = True
+        if "write" not in self._problems:
             logger.warning(
                 "the disk tier %s cannot be written, which is tried again every %d s: %s", self._store.folder, _PAUSE_S, error
             )
+        self._problems["write"] = f"it cannot be written: {error}"
 
     def _break(self, error: Exception) -> None:
         if not self._is_broken:
             logger.warning("the disk tier %s cannot be read, and is not used any more: %s", self._store.folder, error)
+            self._problems["read"] = f"it cannot be read, and is not used any more: {error}"
         self._is_broken = True
 
 

@@ -204,6 +204,7 @@ class PrefillService:
             saved_bytes=self.num_lent_pages * page_bytes,
             save_s=self._lent_s,
             num_declined=outcomes["busy"],
+            num_errors=self.server.errors.count,
             outcomes=dict(outcomes),
         )
 

@@ -318,7 +318,9 @@ class FleetManager:
             async with asyncio.timeout(entry.start_timeout_s):
                 await slot.process.wait_ready()
                 await self._backends.add(slot.process.address)
-        except (QuireError, OSError) as error:  # TimeoutError is an OSError
+        except Exception as error:
+            if not isinstance(error, QuireError | OSError):  # TimeoutError is an OSError
+                logger.exception("loading %s failed unexpectedly", slot.name)
             message = f"it was not ready within {entry.start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
             if slot.process is not None:
                 await slot.process.stop(hurry=True)

@@ -34,6 +34,9 @@ _NEUTRAL: dict[str, object] = {
 }
 """Options that change results and are not implemented, each with the one value (other than null) that is accepted."""
 
+_READ = {("alibi", "falcon")}
+"""Of these, what a model type has."""
+
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with the quantization config if config.json has none, and the method that wrote them."""
@@ -230,7 +233,7 @@ def read_quantization_config(folder: Path) -> QuantizationConfig | None:
 def _refuse_options(values: Mapping[str, object], file: Path) -> None:
     for key, neutral in _NEUTRAL.items():
         value = values.get(key)
-        if value is not None and value != neutral:
+        if value not in (None, neutral) and (key, values.get("model_type")) not in _READ:
             raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")
 
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.shared_slots import SharedSlots
 from quire.transfer.address import Address
 from quire.transfer.channel import Channel, Fields, TransferError, int_of, text_of
@@ -66,7 +66,8 @@ class PrefillJob:
     first_page  the first that is wanted; those before it D has
     num_taken   of the wanted pages, how many D has taken
     is_over     nobody waits for the pages any more
-    outcome     then: "complete", "partial", "aborted" (D closed the connection) or "expired" (D was silent)
+    outcome     then: "complete", "partial", "aborted" (D closed the connection), "expired" (D was silent) or "failed" (an error
+                of this engine)
     started_s   of time.monotonic()
     ready       pages that have been lent, (key, slot)
     """
@@ -154,6 +155,7 @@ class PageServer:
         name = self._listener.getsockname()
         self.address = address if address.path else Address(host=name[0], port=name[1])
         self._refusals: Counter[str] = Counter()
+        self.errors = UnexpectedErrors(logger)
         self._told: set[str] = set()
         self._channels: set[Channel] = set()
         self._threads: list[threading.Thread] = []
@@ -193,22 +195,36 @@ class PageServer:
         while not self._is_closing:
             try:
                 sock, _ = self._listener.accept()
-            except OSError as error:
+                try:
+                    self._begin(sock)
+                except BaseException:
+                    sock.close()
+                    raise
+            except Exception as error:  # noqa: BLE001 - the next peer may have more luck
                 if self._is_closing:
                     return
-                logger.warning("the page server cannot accept a connection: %s", error)
+                if isinstance(error, OSError):
+                    logger.warning("the page server cannot accept a connection: %s", error)
+                else:
+                    self.errors.note("accepting a connection of the page server", error)
                 threading.Event().wait(0.1)
-                continue
-            channel = Channel(sock, _HANDSHAKE_S)
-            with self._lock:
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                if self._is_closing or len(self._channels) >= _MAX_CONNECTIONS:
-                    channel.close()
-                    continue
-                self._channels.add(channel)
-                thread = threading.Thread(target=self._serve, args=(channel, sock), name="kv-page-lender", daemon=True)
-                self._threads.append(thread)
-            thread.start()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection in a thread of its own, or close it where there are too many."""
+        channel = Channel(sock, _HANDSHAKE_S)
+        thread = threading.Thread(target=self._serve, args=(channel, sock), name="kv-page-lender", daemon=True)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            if self._is_closing or len(self._channels) >= _MAX_CONNECTIONS:
+                channel.close()
+                return
+            self._channels.add(channel)
+            try:
+                thread.start()
+            except BaseException:
+                self._channels.discard(channel)
+                raise
+            self._threads.append(thread)
 
     def _serve(self, channel: Channel, sock: socket.socket) -> None:
         try:
@@ -224,6 +240,8 @@ class PageServer:
                 self._answer(channel, self._read_job(channel, fields, num_bytes), shared is not None)
         except (TransferError, RefusedError, OSError) as error:
             logger.debug("a connection of the page server ends: %s", error)
+        except Exception as error:  # noqa: BLE001 - the peer computes the pages
+            self.errors.note("a connection of the page server", error)
         finally:
             with self._lock:
                 self._channels.discard(channel)
@@ -280,6 +298,9 @@ class PageServer:
             job.outcome = self._lend(channel, job, is_shared)
         except TransferError as error:
             job.outcome = "expired" if isinstance(error.__cause__, TimeoutError) else "aborted"
+            raise
+        except Exception:
+            job.outcome = "failed"
             raise
         finally:
             job.is_over = True

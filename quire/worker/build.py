@@ -21,7 +21,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.transformers_backend.decoder import load_transformers_model
 from quire.model.transformers_backend.probe import read_transformers_model
 from quire.parallel.barrier import native_extension
-from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.quant.policy import DEVICE_POLICIES, POLICIES, describe_short_rows, parameter_quantizer
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.device.device_select import choose_device, library_device
@@ -52,6 +52,11 @@ def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[En
     try:
         head = load_pooling_head(report)
         device = choose_device(config)
+        if config.quantization is not None:
+            policy = (POLICIES if device is None else DEVICE_POLICIES)[config.quantization]
+            short = describe_short_rows(report.parameters, len(report.spec.layers), policy)
+            if short is not None:
+                logger.info("quantization %s: %s", config.quantization, short)
         if device is None:
             runner, built = _build_on_cpu(config, report, slab)
         else:

@@ -203,6 +203,7 @@ class StageExecutor:
             tokens.short_ropes,
             None if tokens.states is None else self._place_states(tokens),
             tokens.adapters,
+            bounds=tokens.bounds,
         )
         if not self._stage.is_first:
             self._barrier.wait_for_counter(self._memory.counter(self._stage.index - 1), number + 1)

@@ -432,6 +432,8 @@ class StepDriver:
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         if self._block_scorer is not None and plan.scored_blocks:
             result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
+        if self._block_scorer is not None and step.tokens.bounds is not None:
+            result = replace(result, run_counts=self._block_scorer.run_counts())
         if batch.row_processor is not None:
             result = with_device_logprobs(result, batch.row_processor, started, step.ready, running.host_sampled)
             recount(batch.row_processor, step.ready, running.host_sampled, pending)

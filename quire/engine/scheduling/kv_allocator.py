@@ -448,7 +448,8 @@ class KvAllocator:
         """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and the states that a step has
         saved.
 
-        After an eviction nothing more is added: the KV of later tokens depends on what was evicted.
+        After an eviction nothing more is added: the KV of later tokens depends on what was evicted. Nor are tokens after
+        exact_len.
         """
         if sequence.num_dropped_tokens == 0:
             self._publish(sequence)
@@ -461,7 +462,10 @@ class KvAllocator:
     def _publish(self, sequence: Sequence) -> None:
         if not self._is_caching:
             return
-        num_full = sequence.num_computed_tokens // self.block_size
+        num_exact = sequence.num_computed_tokens
+        if sequence.exact_len is not None:
+            num_exact = min(num_exact, sequence.exact_len)
+        num_full = num_exact // self.block_size
         if num_full <= sequence.num_published_blocks:
             return
         if sequence.last_entry is not None and not sequence.last_entry.is_live:

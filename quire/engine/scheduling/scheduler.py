@@ -107,6 +107,8 @@ class Scheduler:
         self._num_hit_tokens = 0
         self._evicted: dict[SequenceId, tuple[int, ...]] = {}  # blocks that the worker's tables still have
         self._num_evicted_blocks = 0
+        self.run_counts = (0, 0)
+        """See StepResult."""
         self.timelines: TimelineRecorder | None = None
         """Records what happens to each sequence, if set; it is told here and by the step loop."""
 
@@ -308,6 +310,7 @@ class Scheduler:
         lost_ids = self.kv.end_page_moves(result)
         if lost_ids or result.moved_steps:
             self._end_loading(lost_ids)
+        self.run_counts = result.run_counts or self.run_counts
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []

@@ -169,7 +169,7 @@ class StatePages:
         if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(
             pages[0][1], entry.is_reused, entry.is_recomputed
         ):
-            self._tier.save_all(pages)
+            self._tier.save_all(pages, is_last=True)
 
     def note_checkpoint(self, sequence: Choice, position: int, entry: PrefixEntry) -> None:
         """Save a new checkpoint of a sequence where it is to be retained, or everything is to be saved at once."""

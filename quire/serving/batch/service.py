@@ -349,6 +349,8 @@ class BatchService:
                     await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)
+            except Exception:
+                logger.exception("the batch store could not be tidied")
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:

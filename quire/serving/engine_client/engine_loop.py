@@ -352,6 +352,7 @@ class EngineLoop:
             total_stage_busy_s=[] if stages is None else list(stages.busy_s),
             total_active_s=0.0 if stages is None else stages.active_s,
             total_evicted_blocks=scheduler.num_evicted_blocks,
+            total_runs=scheduler.run_counts,
         )
 
     def kv_report(self, now: float) -> KvReport:

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from quire.base.errors import ConfigError
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.block_keys import root_key
 
 logger = get_logger(__name__)
@@ -243,13 +243,16 @@ class KvEventPublisher:
         self._socket.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     def _serve_replays(self) -> None:
+        errors = UnexpectedErrors(logger)
         while not self._stopping.is_set():
-            if not self._replay.poll(_POLL_MS):
-                continue
             try:
-                self._answer(self._replay.recv_multipart())
+                if self._replay.poll(_POLL_MS):
+                    self._answer(self._replay.recv_multipart())
             except zmq.ZMQError as error:
                 logger.warning("a replay of KV events failed: %s", error)
+                self._stopping.wait(_POLL_MS / 1000)
+            except Exception as error:  # noqa: BLE001 - whoever asked for it asks again
+                errors.note("a replay of KV events", error)
 
     def _answer(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != 8:

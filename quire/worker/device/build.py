@@ -31,6 +31,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
+from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -176,6 +177,8 @@ def _start_ranks(
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.slots_file >= 0 and isinstance(workers, RemoteWorkers):
+            raise ConfigError("the KV tiers and roles need all ranks on one host, but these are on several: leave them out")
         if told.options:
             workers.startup.stage("comparing ranks")
             check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
@@ -188,6 +191,7 @@ def _start_ranks(
         assert isinstance(built.executor, LeaderGpuExecutor)
         if group.placements is not None:
             built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
+            built.executor.save_pairs(config.save_expert_load)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -276,7 +280,7 @@ def _load_decoder(
     is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
     logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
     if counts_experts(config):
-        decoder.watch_experts(config.lossy_routing)
+        decoder.watch_experts(config.lossy_routing, config.save_expert_load is not None and stage is None)
     return decoder
 
 
@@ -397,16 +401,16 @@ def compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda" or config.decode_context_parallel_size > 1:
-        return None  # what the largest step does not launch, such as decode steps, is compiled by the first step that does
+    if device.type != "cuda":
+        return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    has_homes = config.enable_dp_attention
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
+    of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
+    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
     return Precompilation(order, parameters)
 
 

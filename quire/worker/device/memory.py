@@ -14,6 +14,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import float8_row_bytes, is_float8_step
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS, MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
@@ -25,7 +26,7 @@ from quire.model.offload_plan import OffloadPlan, plan_offload
 from quire.model.parameters import shapes_with_head
 from quire.model.stored_tensors import stored_bytes
 from quire.model.tensor_shards import ModelShard
-from quire.quant.config import Mxfp4Config, has_quantized_form
+from quire.quant.config import Fp8Config, Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
@@ -304,11 +305,21 @@ def estimate_memory(
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks)
     num_beside = tier_staging_bytes(config, kv, page_shares) + moving_bytes(config, whole, shapes)
-    num_beside += gathered_bytes(config, kv, max_model_len)
+    num_beside += gathered_bytes(config, kv, max_model_len) + float8_input_bytes(config, spec, folder, num_tokens)
     usage = replace(usage, activation_bytes=usage.activation_bytes + num_beside)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+
+
+def float8_input_bytes(config: EngineConfig, spec: ModelSpec, folder: Path, num_tokens: int) -> int:
+    """Return the memory that inputs of float8 experts take, in float8 blocks of 128 columns, in a step of so many tokens."""
+    stored = None if config.quantization is not None or is_gguf(folder) else read_quantization_config(folder)
+    if config.deterministic or not (config.quantization == "fp8" or isinstance(stored, Fp8Config)):
+        return 0
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec) and is_float8_step(layer.mlp, num_tokens)]
+    inner = max((mlp.top_k * float8_row_bytes(mlp.expert.intermediate_size, 128) for mlp in mixtures), default=None)
+    return 0 if inner is None else num_tokens * (float8_row_bytes(spec.hidden_size, 128) + inner)
 
 
 def moving_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -20,6 +20,7 @@ from quire.transfer.channel import PROTOCOL_VERSION, Channel, TransferError
 from quire.transfer.handshake import Identity, RefusedError, raise_refusal
 from quire.transfer.page_client import PageClient, Pull
 from quire.transfer.page_server import PageServer
+from quire.transfer.peer_load import PeerLoad
 from tests.ranks import open_descriptors
 
 PAGE_BYTES = 1000
@@ -126,6 +127,18 @@ def test_pages_arrive_whole(address):
         for _ in range(3):  # on the same connection
             assert finish(pair.pull(num_pages=3)) == "complete"
         assert pair.server.num_connections == 1
+
+
+def test_both_sides_go_on_after_unexpected_errors(tcp, monkeypatch):
+    with Pair(tcp) as pair:
+        for target, name in ((page_server, "Channel"), (pair.source, "begin"), (PeerLoad, "learn")):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, lambda *_: 1 // 0)
+                assert finish(pair.pull()) == "lost"
+            pair.client.peers[0].paused_until_s = 0.0
+        assert finish(pair.pull()) == "complete"
+        assert (pair.server.errors.count, pair.client.errors.count) == (2, 1)
+        assert pair.client.num_active == pair.client.peers[0].num_active == 0
 
 
 class SharingSource(Source):

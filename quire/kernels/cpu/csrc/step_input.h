@@ -1,8 +1,17 @@
 // What a step computes.
 #pragma once
+#include <vector>
+
 #include "attention.h"
 
 namespace quire {
+
+// Which sequences of a step skip runs, see KeyBounds. keys: under which the plan keeps the bounds of each, 0: it reads all.
+struct BoundsRequest {
+    std::vector<i64> keys;
+    std::vector<i32> firsts;
+    std::vector<float> gaps;
+};
 
 // The inputs of one step, as addresses; see contracts in kernels/reference/attention.py.
 struct StepInput {
@@ -35,6 +44,7 @@ struct StepInput {
     const i32* state_sources = nullptr;
     const i32* save_starts = nullptr;
     const i32* saves = nullptr;
+    const BoundsRequest* bounds = nullptr;  // null: none
     // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
     // the embeddings there, and every other stage continues with the rows of the previous one, in place.
     float* rows = nullptr;
