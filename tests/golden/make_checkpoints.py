@@ -593,7 +593,7 @@ def _rewrite_rope(text: dict[str, object]) -> None:
         text["partial_rotary_factor"] = ropes.pop("partial_rotary_factor")
     kind = ropes.pop("rope_type")
     # Both spellings are about, "type" being the older one; transformers does not read that one in Gemma 3.
-    if text["model_type"] == "gpt_neox":
+    if text["model_type"].startswith("gpt_neox"):
         text["rotary_emb_base"], text["rotary_pct"] = text.pop("rope_theta"), text.pop("partial_rotary_factor")
     is_old = kind in ("linear", "longrope") and not text["model_type"].startswith("gemma3")
     text["rope_scaling"] = None if kind == "default" else {"type" if is_old else "rope_type": kind, **ropes}
