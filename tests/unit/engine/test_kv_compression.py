@@ -207,7 +207,10 @@ def test_ratio_of_nothing_keeps_the_tokens_and_a_plain_request_is_not_touched(ll
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "h2o", "budget_tokens": 64}, "method must be one of streaming, key_norm, snapkv, adaptive, bounds, got 'h2o'"),
+        (
+            {"method": "h2o", "budget_tokens": 64},
+            "method must be one of streaming, key_norm, snapkv, adaptive, bounds, got 'h2o'",
+        ),
         ({"method": "streaming"}, "method 'streaming' needs budget_tokens, got neither"),
         ({"method": "streaming", "budget_tokens": 8}, "budget_tokens must be at least"),
         ({"method": "snapkv", "budget_tokens": 64, "compression_ratio": 0.5}, "got budget_tokens and compression_ratio"),
