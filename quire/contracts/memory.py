@@ -51,7 +51,7 @@ class MemoryPlan:
 
     available_bytes   free memory when the plan was made
     weight_bytes      of all parameters, in the dtype they are run in
-    activation_bytes  estimated peak of one full step, beside weights and KV
+    activation_bytes  estimated peak of one full step, without weights and KV
     kv                shape of the cache; its pool has num_kv_blocks blocks
     num_window_blocks of the pool of its window group; 0: there is no such group
     num_states        recurrent states that are held next to it, num_state_checkpoints of them for prefixes; 0: there are none

@@ -52,7 +52,7 @@ class SharedKvSpec:
 
     q_rank       size of the latent row that queries are made of
     norm         of latent rows, queries and rows
-    compression  what is attended to beside the window; None: nothing
+    compression  what is attended to in addition to the window; None: nothing
     """
 
     q_rank: int

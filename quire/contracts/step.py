@@ -57,7 +57,7 @@ class StepPlan:
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
     block_copies          (source, target) blocks to copy before anything is written
     ended                 sequences to forget, finished or preempted; applied first
-    num_draft_slots       sequence -> drafts that it may compute behind its last known token, which this step computes; its
+    num_draft_slots       sequence -> drafts that it may compute after its last known token, which this step computes; its
                           blocks have room for them
     state_saves           sequence -> (number of its tokens, checkpoint) of recurrent states to keep: the state after so many
                           tokens, of which this step computes the last. Starts read their checkpoints before any is written
@@ -158,7 +158,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes step plans; one process or many behind it."""
+    """Executes step plans, in one process or several."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in order and none may be left out. Raises WorkerError."""
@@ -188,7 +188,7 @@ class AheadRunner(Runner, Protocol):
     """A runner whose steps run while its caller goes on: execute(plan) is launch(plan).collect()."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step, behind one that is not collected at most; plans come in order, see execute. Raises WorkerError."""
+        """Start a step, after at most one that is not collected; plans come in order, see execute. Raises WorkerError."""
         ...
 
 

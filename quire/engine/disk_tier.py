@@ -171,7 +171,7 @@ class DiskTier:
         load = self._loads.pop(RequestId(request_id), None)
         if load is None:
             return False
-        self._let_go(load, 0)
+        self._release_slots(load, 0)
         return True
 
     def tier_stats(self) -> TierStats:
@@ -258,10 +258,10 @@ class DiskTier:
             if now < load.deadline_s:
                 return False
             self.stats.num_late += 1
-            self._let_go(load, 0)
+            self._release_slots(load, 0)
             return True
         if not load.slots:
-            if not load.found or not self._pays(len(load.found), load.num_blocks):
+            if not load.found or not self._is_reading_faster(len(load.found), load.num_blocks):
                 return True
             load.slots = self._tier.reserve(len(load.found))
             if load.missing.num_state_pages and len(load.slots) < len(load.found):  # the state is last
@@ -281,7 +281,7 @@ class DiskTier:
         self.stats.num_read += done
         self.stats.num_late += not load.is_read
         self._tier.hold(load.request.request_id, load.slots[:done])
-        self._let_go(load, done)
+        self._release_slots(load, done)
         return True
 
     def _computing_s(self, num_blocks: int) -> float:
@@ -289,7 +289,7 @@ class DiskTier:
         num_tokens = num_blocks * self._scheduler.config.block_size
         return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
 
-    def _let_go(self, load: _Load, first: int) -> None:
+    def _release_slots(self, load: _Load, first: int) -> None:
         """Give back the slots of a load from `first` on, when nothing is read into them any more."""
         load.is_cancelled = True
         load.slots = load.slots[first:]
@@ -298,7 +298,7 @@ class DiskTier:
         elif load.slots:
             self._abandoned.append(load)
 
-    def _pays(self, num_pages: int, num_blocks: int) -> bool:
+    def _is_reading_faster(self, num_pages: int, num_blocks: int) -> bool:
         """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
         if self.bytes_per_s is None or self._tokens_per_s is None:
             return True

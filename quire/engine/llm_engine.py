@@ -30,7 +30,7 @@ from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.engine_stats import EngineStats
 from quire.engine.interrupts import Interrupts
 from quire.engine.kv_transfer import open_transfer, read_transfer_options
-from quire.engine.launched import exit_if_worker, failures_told
+from quire.engine.launched import exit_if_worker, failures_reported
 from quire.engine.loading import load_runner_and_tokenizer, vocabulary_of
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.replica_setup import replica_setups
@@ -81,7 +81,7 @@ class LLMEngine:
                 "serve` and `quire batch run`; elsewhere leave data_parallel_size at 1"
             )
         exit_if_worker(config)
-        with failures_told(config):
+        with failures_reported(config):
             config = settle_drafts(replica_setups(config)[0].config)
             transfer_options = read_transfer_options(config)
             runner, report, tokenizer = load_runner_and_tokenizer(config)

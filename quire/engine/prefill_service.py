@@ -166,7 +166,7 @@ class PrefillService:
         return request_id in self._lendings
 
     def note_update(self, update: SequenceUpdate) -> None:
-        """Take in what the scheduler says of a job."""
+        """Apply the scheduler's update of a job."""
         lending = self._lendings[RequestId(update.request_id)]
         if update.finish_reason is not None:
             lending.is_computed = True

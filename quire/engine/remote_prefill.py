@@ -126,7 +126,7 @@ class RemotePrefill:
         first_page = num_pages - len(missing.keys)
         num_tokens = missing.num_blocks * block_size
         # Prefill engines have no adapters: what they would compute is the base model's.
-        reason = "adapter" if request.adapter_key else self._reason_to_stay(keys, first_page, num_tokens)
+        reason = "adapter" if request.adapter_key else self._reason_to_compute_here(keys, first_page, num_tokens)
         if reason is not None:
             self.local[reason] += 1
             return False
@@ -213,7 +213,7 @@ class RemotePrefill:
         """Give up all transfers."""
         self.client.close()
 
-    def _reason_to_stay(self, keys: list[int], first_page: int, num_tokens: int) -> str | None:
+    def _reason_to_compute_here(self, keys: list[int], first_page: int, num_tokens: int) -> str | None:
         """Return why the pages from first_page on, which spare num_tokens, are computed here; None: a prefill engine is to be
         asked."""
         if num_tokens < self._min_tokens:

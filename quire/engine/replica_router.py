@@ -54,7 +54,7 @@ class SentPrefixes:
 
 
 @dataclass(slots=True)
-class _Work:
+class _RemainingWork:
     """The remaining work of one request.
 
     num_prompt_tokens  to be computed
@@ -82,7 +82,7 @@ class _Replica:
         self.speed = speed
         self.max_num_seqs = 0
         self.prefixes = SentPrefixes(0)
-        self.requests: dict[str, _Work] = {}
+        self.requests: dict[str, _RemainingWork] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -169,7 +169,7 @@ class ReplicaRouter:
         """Record that a request was sent to the result of `choose`."""
         replica = self.replicas[route.replica]
         replica.prefixes.note(route.keys)
-        replica.requests[request.request_id] = _Work(
+        replica.requests[request.request_id] = _RemainingWork(
             num_prompt_tokens=len(request.prompt_token_ids) - route.num_cached_tokens,
             num_sequences=request.params.num_sequences,
             num_expected=self._expected(request),
@@ -199,7 +199,7 @@ class ReplicaRouter:
             length = work.num_output_tokens / work.num_sequences
             self.mean_output_tokens += _LEARNING_RATE * (length - self.mean_output_tokens)
 
-    def _work_of(self, request_id: str) -> _Work | None:
+    def _work_of(self, request_id: str) -> _RemainingWork | None:
         owner = self._owners.get(request_id)
         return None if owner is None else self.replicas[owner].requests.get(request_id)
 

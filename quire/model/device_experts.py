@@ -21,7 +21,7 @@ MultiplyPairs = Callable[[Tensor, Routes, Tensor | None], Tensor]
 -> weighted outputs [P, N], zeros where there is no expert."""
 
 FormRows = Callable[[Tensor, int], Tensor]
-"""(rows [T, N], number of rows of all ranks) -> the same in the form that products read, in which they are sent: row by row."""
+"""(rows [T, N], number of rows of all ranks) -> the same in the form that products read, in which they are sent."""
 
 HALVES_ROWS = 256
 """Rows of a rank from which on a step is exchanged in two halves; an estimate, not measured."""

@@ -1,4 +1,4 @@
-"""choose_backend: which backend gets a request. The three policies stand behind one interface.
+"""choose_backend: which backend gets a request. The three policies have one interface.
 
 prefix        least predicted time to the first token: prompts that wait there, this one, and the tokens that its cache is not
               known to hold, at what a prompt and a token cost there, and the wait for a place where all are taken

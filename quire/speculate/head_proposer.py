@@ -88,8 +88,8 @@ class HeadProposer(Proposer):
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
         self._filled = FilledBlocks(kv)
-        said = None if self.drafter is not None else self._vocabulary  # a HeadDrafter's logits cover the target's tokens
-        self._trees = HeadTrees(model, kv, said, top_k, depth) if top_k > 1 else None
+        vocabulary = None if self.drafter is not None else self._vocabulary  # a HeadDrafter's logits cover the target's tokens
+        self._trees = HeadTrees(model, kv, vocabulary, top_k, depth) if top_k > 1 else None
         self._most = depth if self._trees is None else self._trees.max_tokens
         if self._trees is not None:
             self.record = TreeRecord

@@ -81,14 +81,14 @@ class MedusaProposer(Proposer):
         count = min(self._num_heads, max(count for _, count in wanted))
         hidden = join([sequence.memo.hidden for sequence, _ in wanted], may_go_on=True)
         if self._top_k > 1 or self.choices is not None:
-            return self.grow(self._model.speak(hidden[: len(wanted)], count), [limit for _, limit in wanted])
+            return self.grow(self._model.logits(hidden[: len(wanted)], count), [limit for _, limit in wanted])
         best = self._model.best(hidden, len(wanted), count)
         return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(best, wanted, strict=True)]
 
-    def grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
+    def grow(self, logits: Tensor, limits: list[int]) -> list[Draft]:
         """Return the tree of each sequence, the configured or the most probable one, from the logits [heads, S, V']."""
         # A configured tree needs only ranks, which softmax does not change.
-        found = (said if self.choices is not None else said.softmax(-1)).topk(self._top_k)
+        found = (logits if self.choices is not None else logits.softmax(-1)).topk(self._top_k)
         tokens: list[list[list[int]]] = (
             found.indices if self._vocabulary is None else self._vocabulary[found.indices]
         ).tolist()

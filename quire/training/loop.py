@@ -132,8 +132,8 @@ def _make_optimizers(head: nn.Module, options: DraftTraining) -> list[torch.opti
 
 def _origin(options: DraftTraining, head: Any) -> dict[str, object]:
     """Return what must be the same when a run is resumed: the head's inputs and outputs, and its starting weights."""
-    said = {name: tensor.tolist() for name, tensor in head.tensors().items() if not tensor.is_floating_point()}
-    return {"model": options.model, "start_from": options.start_from, "config": head.config(), "tokens to draft": said}
+    listed = {name: tensor.tolist() for name, tensor in head.tensors().items() if not tensor.is_floating_point()}
+    return {"model": options.model, "start_from": options.start_from, "config": head.config(), "tokens to draft": listed}
 
 
 def _resume(file: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], origin: dict[str, object]) -> Progress:

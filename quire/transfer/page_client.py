@@ -361,7 +361,7 @@ class PageClient:
     def _run(self, pull: Pull, peer: _Peer) -> None:
         started_s, outcome = time.monotonic(), "lost"
         try:
-            outcome = self._try_peers(pull, peer, started_s)
+            outcome = self._try_peers(pull, [peer], started_s)
         except Exception as error:  # noqa: BLE001 - the pages are computed here
             self.errors.note("the choice of a prefill engine", error)
         finally:
@@ -373,14 +373,12 @@ class PageClient:
             pull.outcome, pull.is_over = outcome, True
             self._on_news()
 
-    def _try_peers(self, pull: Pull, peer: _Peer, started_s: float) -> str:
-        """Ask a peer, and others where it fails; return the outcome."""
-        tried = [peer]
-        outcome = self._attempt(pull, peer)
+    def _try_peers(self, pull: Pull, tried: list[_Peer], started_s: float) -> str:
+        """Ask the one peer of a list, and others where it fails, which are added to it; return the outcome."""
+        outcome = self._attempt(pull, tried[0])
         while outcome in _RETRIED and not pull.num_done and time.monotonic() - started_s < _RETRY_WITHIN_S:
             with self._lock:
-                is_ending = pull.is_cancelled or self._closing.is_set()
-                following = None if is_ending else self._assign(pull, tried)
+                following = None if pull.is_cancelled or self._closing.is_set() else self._assign(pull, tried)
                 if following is None:
                     break
                 self._outcomes["retried"] += 1
@@ -446,10 +444,7 @@ class PageClient:
                 for peer in self._peers:
                     _drop(peer.idle, [one for one in peer.idle if one.channel.is_readable])
             for peer in self._peers:
-                try:
-                    self._ask_load(peer)
-                except Exception as error:  # noqa: BLE001 - the load of the peer is not known
-                    self.errors.note("asking for the load of a prefill engine", error, str(peer.address))
+                self._ask_load(peer)
 
     def _ask_load(self, peer: _Peer) -> None:
         with self._lock:
@@ -460,10 +455,10 @@ class PageClient:
             connection.channel.send({"type": "load"})
             fields, _ = connection.channel.receive("load")
             self._note_report(peer, fields)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - the load of the peer is not known
             connection.close()
             if not isinstance(error, TransferError | OSError):
-                raise
+                self.errors.note("asking for the load of a prefill engine", error, str(peer.address))
             if isinstance(error.__cause__, TimeoutError):  # a peer that has ended is noticed at the next transfer
                 with self._lock:
                     self._judge(peer, "lost", str(error))
@@ -482,17 +477,14 @@ class PageClient:
             peer.load.report(num_waiting, peer.heard_s)
 
     def _pull(self, pull: Pull, peer: _Peer) -> str:
-        connection = self._take_idle(peer)
+        with self._lock:
+            connection = peer.idle.pop() if peer.idle else None
         if connection is not None:
             try:
                 return self._transfer(pull, peer, connection)
             except _StaleError:
                 pass  # the peer has closed it meanwhile, or was started again
         return self._transfer(pull, peer, self._connect(pull, peer))
-
-    def _take_idle(self, peer: _Peer) -> _Connection | None:
-        with self._lock:
-            return peer.idle.pop() if peer.idle else None
 
     def _connect(self, pull: Pull, peer: _Peer) -> _Connection:
         channel = Channel(peer.address.connect(self._silence_s), self._silence_s)

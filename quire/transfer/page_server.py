@@ -109,7 +109,7 @@ class PrefillJob:
 
 
 class PageSource(Protocol):
-    """The engine behind a page server; called by the threads of connections.
+    """The engine of a page server; called by the threads of connections.
 
     shared             its slots, for peers on this machine to map; None: their bytes are sent
     num_waiting_pages  of all jobs, that are not computed yet

@@ -158,7 +158,7 @@ class ExpertRebalancer:
             self._take_plans()
         if self._moving is not None:
             self._try_switch(self._moving)
-        if self._moving is None and self._changes:
+        elif self._changes:  # not in the step that switches, which would take longer
             self._moving = self._changes.popleft()
             self._send(self._moving)
             self._mover.prepare(self._moving)

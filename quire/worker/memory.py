@@ -44,7 +44,7 @@ _DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
 """So many that the products of a small model take longer than the host takes to launch them."""
 
 _SPARE_CHECKPOINTS = 16
-"""Recurrent states of prefixes that are kept besides one for each sequence that runs."""
+"""Recurrent states of prefixes that are kept, in addition to one for each running sequence."""
 
 _ROWS_OF_A_RANK = 4
 """Rows of the hidden size that each tensor-parallel rank has for a token: hidden states, their norm, and both packed."""
@@ -53,7 +53,7 @@ _PARTIAL_BYTES = 16 << 20
 """Of partial results of attention that ranks exchange at once, MAX_CONTEXT_BYTES in csrc/plan.cpp; a tile may need more."""
 
 _CPU_BLOCK_SIZE = 16
-"""Tokens in a KV block where nobody says."""
+"""Default tokens in a KV block."""
 
 
 def cpu_block_size(config: EngineConfig) -> int:
@@ -286,7 +286,7 @@ def plan_memory(
 
 
 DEVICE_BLOCK_SIZE = 64
-"""Tokens in a KV block on a GPU where nobody says: a multiple of what attention takes at once."""
+"""Default tokens in a KV block on a GPU: a multiple of what attention takes at once."""
 
 
 def block_unit(config: EngineConfig, block_size: int | None = None) -> int:

@@ -54,7 +54,7 @@ from quire.worker.step_executor import StepTokens
 
 
 def main(context: WorkerContext) -> None:
-    """Load the stage, then do what the leader says until it closes the group."""
+    """Load the stage, then execute the leader's messages until it closes the group."""
     config = StageConfig.from_json(context.config)
     place, index, is_remote = config.places[context.rank], context.rank - config.first_rank, context.exchange is not None
     if place.num_tensor_ranks > 1 and not is_remote:

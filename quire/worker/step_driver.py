@@ -48,7 +48,7 @@ _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
 
 class EngineRunner(Runner, Protocol):
-    """A runner as the engine uses it: besides running steps it says how it drafts, and measures its device."""
+    """A runner as the engine uses it: in addition to steps, its speculator, its masks, and measurements of its device."""
 
     @property
     def speculator(self) -> Speculator:

@@ -133,7 +133,7 @@ class HostTier:
         """Return whether what leaves the pool under a key is saved; asked once each time. See PrefixEntry."""
         if self._kv_save != "reused":
             return self._kv_save != "none"
-        return is_reused or (self._comes_again(key) and not is_recomputed)
+        return is_reused or (self._was_seen(key) and not is_recomputed)
 
     def save_all(self, pages: Pages, is_last: bool = False) -> bool:
         """Save those of some pages that are not here, in the next plan; none of them, and return False, if it has no room.
@@ -202,7 +202,7 @@ class HostTier:
         uses, self._uses = self._uses, {}
         return uses
 
-    def _comes_again(self, key: int) -> bool:
+    def _was_seen(self, key: int) -> bool:
         if key in self._seen:
             return True
         self._seen[key] = None

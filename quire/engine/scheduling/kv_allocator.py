@@ -349,7 +349,7 @@ class KvAllocator:
         window_blocks += windows.extend(sequence, self._num_blocks_for(start + num_tokens))
         return BlockGrowth(appended, replaced, tuple(copies), tuple(window_blocks), tuple(window_copies))
 
-    def has_room_behind(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
+    def has_room_after(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
         """Return whether all running sequences can continue after a step in flight, which computes `launched` tokens of
         them."""
         num_free = min(map(self.pool.num_free_at, range(self.layout.num_places)))
@@ -359,7 +359,7 @@ class KvAllocator:
             return True
         for sequence in running:
             num_launched = launched.get(sequence.sequence_id, 0)
-            num_tokens = sequence.num_tokens_behind(num_launched)
+            num_tokens = sequence.num_tokens_after(num_launched)
             if num_tokens > 0:
                 start = sequence.num_slots_computed + num_launched
                 num_appended, locked = self._missing(sequence.block_ids, start, num_tokens)

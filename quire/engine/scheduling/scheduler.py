@@ -248,7 +248,7 @@ class Scheduler:
         launched = step.num_scheduled_tokens
         if (
             not launched
-            or not self.kv.has_room_behind(self.running, launched)
+            or not self.kv.has_room_after(self.running, launched)
             or must_make_room(self.waiting, self.running, self.kv, self.config.max_num_seqs)
         ):
             return None
@@ -451,7 +451,7 @@ class Scheduler:
         """Preempt a sequence that has become longer than the short variant of the rope allows, so that all its tokens are
         recomputed.
 
-        No step in flight computes it: `num_tokens_behind` has returned that nothing is left to compute after the present token.
+        No step in flight computes it: `num_tokens_after` has returned that nothing is left to compute after the present token.
         """
         self._drop_kv(sequence, "rope")
         sequence.short_rope_len = None

@@ -131,7 +131,7 @@ class Sequence:
         """Known tokens whose KV is not computed, at least one; exactly one while it decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    def num_tokens_behind(self, num_launched: int) -> int:
+    def num_tokens_after(self, num_launched: int) -> int:
         """Return how many tokens are left to compute after a step that computes num_launched of them.
 
         If that step samples the next token this is one, unless that token must be the last. It is 0, too, if the step computes

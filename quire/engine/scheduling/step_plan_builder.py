@@ -208,7 +208,7 @@ def find_remaining(
             continue
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         if launched:
-            num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
+            num_left = sequence.num_tokens_after(launched.get(sequence.sequence_id, 0))
         if num_left == 1:
             decoding.append(sequence)
         elif num_left > 1:

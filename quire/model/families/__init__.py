@@ -6,7 +6,6 @@ from quire.model.families import (
     arcee,
     baichuan,
     bamba,
-    biogpt,
     bloom,
     codegen,
     cohere,
@@ -84,7 +83,6 @@ from quire.model.families import (
     olmo3,
     olmo_hybrid,
     olmoe,
-    openai_gpt,
     opt,
     persimmon,
     phi,
@@ -116,7 +114,6 @@ _PAGES = (
     arcee,
     baichuan,
     bamba,
-    biogpt,
     bloom,
     codegen,
     cohere,
@@ -194,7 +191,6 @@ _PAGES = (
     olmo3,
     olmo_hybrid,
     olmoe,
-    openai_gpt,
     opt,
     persimmon,
     phi,
@@ -232,6 +228,8 @@ FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)
 FAMILIES.register(granite_swa.MOE_MODEL_TYPE)(granite_swa.MOE_PAGE)
 FAMILIES.register(sarvam.LATENT_MODEL_TYPE)(sarvam.LATENT_PAGE)
 FAMILIES.register("gpt-sw3")(gpt2.PAGE)
+FAMILIES.register(gpt2.FIRST_MODEL_TYPE)(gpt2.FIRST_PAGE)
+FAMILIES.register(opt.BIOGPT_MODEL_TYPE)(opt.BIOGPT_PAGE)
 FAMILIES.register(granitemoe.SHARED_MODEL_TYPE)(granitemoe.SHARED_PAGE)
 
 __all__ = ["FAMILIES", "WRAPPERS", "FamilyPage", "find_family"]

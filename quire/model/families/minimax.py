@@ -11,6 +11,7 @@ from quire.contracts.mixer_spec import LightningSpec
 from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, ModelSpec
 from quire.model.families.blocks import assemble, read_attention, read_head_dim, read_rms_norm
 from quire.model.families.config_view import ConfigView
+from quire.model.families.layer_kinds import read_layer_kinds
 from quire.model.families.mamba_blocks import check_silu, mixer_sources
 from quire.model.families.mixtral import MIXTURE, STORED_MIXTURE
 from quire.model.families.mixtures import find_mixture_sources, read_moe
@@ -22,7 +23,6 @@ from quire.model.parameters import parameter_shapes
 MODEL_TYPE = "minimax"
 TEXT_01_MODEL_TYPE, M1_MODEL_TYPE = "minimax_text_01", "minimax_m1"
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
 _OLD_NAMES = {
     f"layernorm_{old}_{kind}": f"{new}_{kind}_factor"
     for old, new in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
@@ -41,6 +41,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     for key, supported in (("sliding_window", None), ("postnorm", True), ("shared_intermediate_size", 0)):
         config.refuse_other(key, supported)
     check_silu(config, "hidden_act")
+    flags, num_layers = config.integers("attn_type_list"), config.integer("num_hidden_layers")
+    if flags and len(flags) != num_layers:
+        raise config.error("the length of attn_type_list", len(flags), f"num_hidden_layers ({num_layers})")
     head_dim, norm = read_head_dim(config), read_rms_norm(config)
     rotary_dim = config.integer("rotary_dim") if config.has("rotary_dim") else None
     rope = read_rope(config, head_dim, can_be_partial=rotary_dim is not None, rotary_dim=rotary_dim)
@@ -52,7 +55,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
             moe,
             attn_in=norm,
             mlp_in=norm,
-            mixer=LightningSpec(head_dim, _decays(config, index), _NORM_EPS) if is_linear else None,
+            mixer=LightningSpec(head_dim, _decays(attention.num_heads, index, num_layers), _NORM_EPS) if is_linear else None,
             attention_out_scale=config.number("full_attn_beta_factor"),
             mixer_out_scale=config.number("linear_attn_beta_factor"),
             kept=(
@@ -60,30 +63,15 @@ def read_spec(config: ConfigView) -> ModelSpec:
                 config.number("mlp_alpha_factor"),
             ),
         )
-        for index, is_linear in enumerate(_read_is_linear(config))
+        for index, is_linear in enumerate(
+            read_layer_kinds(config, "linear_attention", lambda i: not flags[i] if flags else i % 2 == 1)
+        )
     ]
     return assemble(config, layers, norm, has_own_layer_types=True)
 
 
-def _read_is_linear(config: ConfigView) -> list[bool]:
-    """Return for each layer whether it has lightning attention; without a list of types, each second one has."""
-    num_layers, flags, types = (
-        config.integer("num_hidden_layers"),
-        config.integers("attn_type_list"),
-        config.strings("layer_types"),
-    )
-    if types is None and flags:
-        types = [_FULL if flag else _LINEAR for flag in flags]
-    if types is None:
-        types = [(_FULL, _LINEAR)[index % 2] for index in range(num_layers)]
-    if len(types) != num_layers or set(types) - {_LINEAR, _FULL}:
-        raise config.error("layer_types", types, f"{num_layers} times {_LINEAR!r} or {_FULL!r}")
-    return [name == _LINEAR for name in types]
-
-
-def _decays(config: ConfigView, index: int) -> tuple[float, ...]:
+def _decays(num_heads: int, index: int, num_layers: int) -> tuple[float, ...]:
     """Return what the states of the heads of a layer are multiplied by for each token: less is lost in later layers."""
-    num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     share = 1 - index / (num_layers - 1 + 1e-5) + 1e-5
     return tuple(math.exp(-share * 2.0 ** (-8 * (head + 1) / num_heads)) for head in range(num_heads))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from quire.model.families.blocks import alibi_slopes, assemble, read_layer_norm
+from quire.model.families.blocks import alibi_slopes, assemble, read_layer_norm, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Sources, join_qkv, rename
@@ -23,16 +22,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     options = config.nested("attn_config")
     for name, value in _SUPPORTED.items():
         options.refuse_other(name, value)
-    for name in ("logit_scale", "emb_scale"):
-        if config.raw(name):
-            raise UnsupportedError(
-                f"{name} {config.raw(name)!r} is not supported in a {config.model_type!r} model; supported: null"
-            )
-    config.refuse_other("no_bias", True)
-    hidden_size, num_heads = config.integer("d_model", "hidden_size"), config.integer("n_heads", "num_attention_heads")
-    if hidden_size % num_heads:
-        raise config.error("d_model", hidden_size, f"a multiple of n_heads ({num_heads})")
-    head_dim = hidden_size // num_heads
+    for name, value in (("logit_scale", None), ("emb_scale", None), ("no_bias", True)):
+        config.refuse_other(name, value)
+    hidden_size, num_heads, head_dim = read_sizes(config, ("d_model", "hidden_size"), ("n_heads", "num_attention_heads"))
     attention = AttentionSpec(
         num_heads,
         num_heads,

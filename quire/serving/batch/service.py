@@ -80,7 +80,7 @@ class BatchService:
         await self.call_store(BatchStore.tidy, time.time())
         for record in await self.call_store(BatchStore.unfinished):
             self._launch(record)
-        self._housekeeper = asyncio.create_task(self._keep_house())
+        self._housekeeper = asyncio.create_task(self._run_maintenance())
 
     async def close(self) -> None:
         """Stop; unfinished batches continue when the server starts again."""
@@ -337,15 +337,15 @@ class BatchService:
             return "expired"
         return "completed"
 
-    async def _keep_house(self) -> None:
-        next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
+    async def _run_maintenance(self) -> None:
+        next_check_s = time.monotonic() + CHECK_INTERVAL_S
         while True:
             await asyncio.sleep(COUNT_INTERVAL_S)
             try:
                 for state, count in (await self.call_store(BatchStore.count_lines)).items():
                     self._report_lines(state, count)
-                if time.monotonic() >= next_tidy_s:
-                    next_tidy_s += CHECK_INTERVAL_S
+                if time.monotonic() >= next_check_s:
+                    next_check_s += CHECK_INTERVAL_S
                     await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)

@@ -31,7 +31,7 @@ EngineState = Literal["starting", "ready", "sleeping", "restarting", "failed", "
 last_error."""
 
 _TICK_S = 0.1
-_LAST_WORDS_S = 0.25
+_FAILED_MESSAGE_S = 0.25
 _CONFIG_ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFormatError, UnsupportedError)
 }
@@ -224,7 +224,7 @@ class Supervisor:
                 engine.drain()
                 self._events.on_tick(time.monotonic())
             if self._failed is None and engine.has_exited:
-                end = await self._hear_last_words(engine, end)
+                end = await self._wait_failed_message(engine, end)
             self._note_end(end)
             return end
         finally:
@@ -250,9 +250,9 @@ class Supervisor:
         problem = self._watchdog.problem(now)
         return None if problem is None else _End("it did not answer", f"the engine hangs: {problem}")
 
-    async def _hear_last_words(self, engine: EngineProcess, end: _End) -> _End:
+    async def _wait_failed_message(self, engine: EngineProcess, end: _End) -> _End:
         """Wait briefly for the Failed message that a process sent before it ended; it says more than the exit status."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        deadline_s = time.monotonic() + _FAILED_MESSAGE_S
         while self._failed is None and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
             engine.drain()

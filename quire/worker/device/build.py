@@ -31,6 +31,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
+from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -176,6 +177,8 @@ def _start_ranks(
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.slots_file >= 0 and isinstance(workers, RemoteWorkers):
+            raise ConfigError("the KV tiers and roles need all ranks on one host, but these are on several: leave them out")
         if told.options:
             workers.startup.stage("comparing ranks")
             check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
@@ -246,7 +249,7 @@ def build_rank(
         own = _Measured(stepper, sizes, drafter, group, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
-        _give_memory(config, report, plan, own, device, group, slab)
+        _allocate_pools(config, report, plan, own, device, group, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -318,7 +321,7 @@ def _agreed_plan(plan: MemoryPlan, report: ModelReport, decoder: DeviceDecoder, 
     return replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks), num_window_blocks=group.least(plan.num_window_blocks))
 
 
-def _give_memory(
+def _allocate_pools(
     config: EngineConfig,
     report: ModelReport,
     plan: MemoryPlan,
@@ -327,7 +330,7 @@ def _give_memory(
     group: GpuGroup | None,
     slab: HostSlab | None,
 ) -> None:
-    """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
+    """Allocate the KV pools of the executor and the drafter, and the host tier, if there is one."""
     num_blocks = plan.num_local_blocks + num_spare_blocks(config)
     pool = DeviceKvPool(report.memory.kv, num_blocks, device, plan.num_states, plan.num_window_blocks)
     own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
@@ -398,16 +401,16 @@ def compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda" or config.decode_context_parallel_size > 1:
-        return None  # what the largest step does not launch, such as decode steps, is compiled by the first step that does
+    if device.type != "cuda":
+        return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    has_homes = config.enable_dp_attention
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
+    of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
+    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
     return Precompilation(order, parameters)
 
 

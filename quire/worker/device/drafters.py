@@ -115,8 +115,8 @@ def load_drafter(target: DraftedModel) -> Drafter | None:
     return None
 
 
-class _Stepping(Drafter):
-    """A drafter with steps, and a cache, which at first has one block."""
+class _StepDrafter(Drafter):
+    """A drafter that runs steps over a KV cache, which has one block at first."""
 
     def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
         self._decoder, self._sizes = decoder, sizes
@@ -141,7 +141,7 @@ class _Stepping(Drafter):
         logger.info("drafts (%s) have a KV cache of %s under the model's blocks", self.method, format_bytes(num_bytes))
 
 
-class _DraftModel(_Stepping):
+class _DraftModel(_StepDrafter):
     method = "draft_model"
 
     def __init__(self, target: DraftedModel) -> None:
@@ -164,7 +164,7 @@ class _DraftModel(_Stepping):
         return DraftModelProposer(self._chains, self._max_len, self._p_min, most)
 
 
-class _Head(_Stepping):
+class _Head(_StepDrafter):
     def __init__(self, method: str, target: DraftedModel) -> None:
         drafting, report, decoder = target.drafting, target.report, target.decoder
         _, head = find_layer_head(drafting, method, report)
@@ -226,7 +226,7 @@ class _Medusa(Drafter):
     def run_full(self) -> None:
         """See Drafter."""
         hidden = self._decoder.features_at([0] * self._num_rows)
-        self.model.speak(hidden, self.model.num_heads).softmax(-1)
+        self.model.logits(hidden, self.model.num_heads).softmax(-1)
 
     def give_pool(self, num_blocks: int) -> None:
         """See Drafter: heads that do not attend have no cache."""

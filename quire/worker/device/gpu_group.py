@@ -75,7 +75,7 @@ class RankConfig:
     config        with the folder of the model, and with what the leader has settled, such as the layers of each stage. The
                   files of expert_placement and expert_load are the leader's; expert_ranks has what they say
     is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
-    slots_file    descriptor of the memory of the host tier, which all inherit; -1: there is none
+    slots_file    the leader's descriptor of the memory of the host tier, which all map; -1: there is none
     options       that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty
     expert_ranks  with expert parallelism: for each layer that has experts, in order, those of each rank
     """

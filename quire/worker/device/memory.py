@@ -248,7 +248,7 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
     dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
     quantization = None if is_gguf(folder) else read_quantization_config(folder)
     if isinstance(quantization, Mxfp4Config):
-        # Scales take a byte in the file and four there, beside sixteen bytes of codes.
+        # A scale takes a byte in the file and four there, for sixteen bytes of codes.
         return min(dense, stored_bytes(folder) * 20 // 17)
     if is_gguf(folder):
         return min(dense, device_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))

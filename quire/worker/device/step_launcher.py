@@ -111,7 +111,7 @@ class StepLauncher:
         self.tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
         most = self.grid.max_rows
         most_in_step = self._homes.size * most
-        # What CUDA graphs read and write besides their staged arrays.
+        # What CUDA graphs read and write in addition to their staged arrays.
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most_in_step, most_tokens), dtype=torch.int64, device=device)
@@ -151,7 +151,7 @@ class StepLauncher:
 
     @property
     def lasting_tensors(self) -> list[Tensor]:
-        """What CUDA graphs write besides their staged arrays and the cache."""
+        """What CUDA graphs write in addition to their staged arrays and the cache."""
         return [self._hidden, self._logits, *self._sampler.lasting_tensors]
 
     @property

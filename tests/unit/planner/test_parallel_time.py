@@ -258,7 +258,7 @@ def test_large_steps_of_gpu_ranks_exchange_rows_and_halves_hide_a_part():
     assert whole.num_collectives == 3 * 5 + 2
     assert (halves.num_collectives, halves.exchange_bytes) == (3 * 7 + 2, whole.exchange_bytes)
     assert whole.hidden_s == 0 < halves.hidden_s
-    narrow = replace(simulation, precision="fp8")  # of eight experts and 128 columns: more than 128 tokens
+    narrow = replace(simulation, precision="fp8")
     in_float8, wide = (
         replace(narrow, links=ExpertLinks(payload)).step(layout, Load(16384, 16)).exchange_bytes
         for payload in ("auto", "model")

@@ -52,7 +52,7 @@ def test_ranks_are_those_of_the_tokens_that_came_in_what_the_heads_say(tiny_mode
     assert ranks.shape == (2 * (24 - 1 - 3 - 7), 3)
     model = ParallelModel(read_parallel_head(folder, target.spec), None)
     hidden = target.compute(torch.from_numpy(sequences[1:].astype(np.int64))).hidden[0]
-    said = [logits[0] for logits in model.speak(hidden[9][None].float(), 3)]
+    said = [logits[0] for logits in model.logits(hidden[9][None].float(), 3)]
     expected = [int((logits > logits[sequences[1, 11 + i]]).sum()) for i, logits in enumerate(said)]
     assert ranks[len(ranks) // 2 + 2].tolist() == expected
 

@@ -300,18 +300,23 @@ def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_h
     ranks.close()
 
 
-def test_a_launchers_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwen, monkeypatch):
-    one = engine(qwen, device="cpu")
-    expected = tokens_of(one, PROMPTS[:1], greedy(2))
+def test_a_launchers_processes_give_the_tokens_of_the_cpu_share_pages_and_end_with_the_leader(qwen, monkeypatch):
+    one, options = engine(qwen, device="cpu"), OPTIONS | {"kv_host_bytes": 1 << 20, "kv_save": "write_through"}
+    prompts = [PROMPTS[1] * 2]
+    expected = tokens_of(one, prompts, greedy(2))
     one.close()
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{OPTIONS!r})"
+    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{options!r})"
     environment = environment_with_quire() | told | {"RANK": "1", "LOCAL_RANK": "1"}
     worker = subprocess.Popen([sys.executable, "-c", code], env=environment)
     for name, value in (told | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
-    ranks = engine(qwen, 2)
-    assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
+    ranks = engine(qwen, 2, **options)
+    for num_loaded in (0, 1):
+        assert tokens_of(ranks, prompts, greedy(2)) == expected
+        assert ranks.llm_engine.stats.tiers[0].num_loaded == num_loaded
+        ranks.sleep(1)  # empties the prefix cache
+        ranks.wake_up()
     ranks.close()
     assert worker.wait(timeout=60) == 0
 

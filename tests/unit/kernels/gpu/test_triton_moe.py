@@ -15,16 +15,7 @@ from quire.kernels.triton import moe
 from quire.kernels.triton.float8 import quantize
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.moe import (
-    ExpertBiases,
-    ExpertExtras,
-    add_pairs,
-    expert_launches,
-    mixture_of_experts,
-    multiply_pairs,
-    pack_inputs,
-    route_pairs,
-)
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches, mixture_of_experts
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
@@ -177,7 +168,7 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
 
 
 @pytest.mark.parametrize("group_size", [32, pytest.param(1 << 16, marks=pytest.mark.slow)], ids=["blocks", "tensor"])
-def test_many_tokens_are_rounded_to_float8_for_float8_experts_before_or_after_they_are_sent(group_size, device, monkeypatch):
+def test_many_tokens_are_rounded_for_float8_experts_before_or_after_they_are_sent(group_size, device, monkeypatch):
     monkeypatch.setattr(expert_options, "FLOAT8_PAIRS", 4)  # more than six tokens are many
     spec = MoeSpec(3, 2, MlpSpec(32, "silu"))
     generator = torch.Generator().manual_seed(7)
@@ -189,7 +180,7 @@ def test_many_tokens_are_rounded_to_float8_for_float8_experts_before_or_after_th
         weights.append(dataclasses.replace(packed, codes=codes.to(device), scales=scale.to(device)))
         dense.append(widen(weights[-1], torch.float32).cpu().view(3, 64, columns))
     x, logits = (torch.randn(9, columns, generator=generator).bfloat16().to(device) for columns in (64, 3))
-    routes = route_pairs(logits, spec, x.dtype, ExpertExtras())
+    routes = moe.route_pairs(logits, spec, x.dtype, ExpertExtras())
 
     def rounded(rows, width):
         codes, scales = (part.cpu().float() for part in quantize(rows.to(device), width))
@@ -203,9 +194,9 @@ def test_many_tokens_are_rounded_to_float8_for_float8_experts_before_or_after_th
         expected[pair // 2] += share * (inner @ dense[1][expert].T)[0]
     found = mixture_of_experts(x, logits, spec, *weights)
     assert (found.cpu() - expected).norm() < 6e-3 * expected.norm()
-    sent = pack_inputs(x, 9, spec, *weights)
-    assert sent.shape == (9, 80)  # 64 codes, and one or two scales
-    assert torch.equal(add_pairs(multiply_pairs(sent, routes, spec, *weights, dtype=x.dtype), 2), found)
+    sent = moe.pack_inputs(x, 9, spec, *weights)
+    assert sent.shape == (9, 80)
+    assert torch.equal(moe.add_pairs(moe.multiply_pairs(sent, routes, spec, *weights, dtype=x.dtype), 2), found)
     exact = mixture_of_experts(x, logits, spec, *weights, is_in_order=True)
     assert 0.01 < (found - exact).float().norm() / exact.float().norm() < 0.08
     assert torch.equal(mixture_of_experts(x[:6], logits[:6], spec, *weights), exact[:6])

@@ -230,7 +230,6 @@ def test_the_estimate_counts_inputs_of_float8_experts_by_hand(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     experts = replace(LAYER, mlp=MoeSpec(32, 4, MlpSpec(640, "silu")))
     spec, asked = replace(SPEC, layers=(LAYER, experts)), config(quantization="fp8")
-    # Of a token a row of 4096 values with 32 scales, and four of 640 values with five scales, which are padded.
     assert float8_input_bytes(asked, spec, tmp_path, 257) == 257 * (4096 + 128 + 4 * (640 + 32))
     assert float8_input_bytes(asked, spec, tmp_path, 256) == 0
     assert float8_input_bytes(config(quantization="fp8", deterministic=True), spec, tmp_path, 257) == 0
