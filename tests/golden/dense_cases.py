@@ -169,10 +169,7 @@ MIXTURES: dict[str, tuple[str, Options]] = {
 }
 """Mixtures of families that are put together from what others have."""
 
-ALIBI_CASES = ("bloom", "mpt")
-"""Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
-    *ALIBI_CASES,
     *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
     *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
     *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla"),

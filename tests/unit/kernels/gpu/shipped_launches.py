@@ -88,10 +88,16 @@ def attention_launches(
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
     sinks = meta(heads[0]) if has_sinks else None
     device_step = DeviceAttentionMetadata.of(step, META)
-    out = q if latent is None else meta(*q.shape[:2], latent.kv_rank, dtype=dtype)
+    out = meta(*q.shape[:2], attention.value_size if latent is None else latent.kv_rank, dtype=dtype)
+    slopes = meta(heads[0], dtype=torch.float32) if attention.alibi_slopes else None
     table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, prompt_tile),)})
     with using(table.over(active_table())):
-        return attend_launches(meta(*out.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+        return attend_launches(out, q, KvCache(*cache), device_step, attention, sinks, is_in_order, slopes)
+
+
+def small_value_launches(heads, **options):
+    """MiMo-V2-Flash's."""
+    return attention_launches(head_dim=192, v_dim=128, heads=heads, **options)
 
 
 def specialized_launches(keys=128, num_stages=2, takes_turns=False, **options):
@@ -335,6 +341,9 @@ def conv_launch(channels, num_taps, has_bias, dtype=BF16):
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode": lambda: attention_launches()[1],
+    "decode-small-values": lambda: small_value_launches((64, 4))[1],
+    "prefill-small-values-sinks": lambda: small_value_launches((64, 8), count=1024, window=128, has_sinks=True)[0],
+    "decode-alibi": lambda: attention_launches(heads=(40, 40), alibi_slopes=(0.5,) * 40)[1],
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],
     "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[1],
