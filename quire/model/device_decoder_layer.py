@@ -302,8 +302,8 @@ class DeviceLayer:
             q, k = (q, k) if self._head_ranks is None else self._head_ranks.gather_heads(q, k)
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
             q, k = (q, k) if self._head_ranks is None else self._head_ranks.own_heads(q, k)
-        dims = spec.head_dim, spec.head_dim, spec.value_size
-        heads = Projections(*(part.unflatten(1, (-1, dim)) for part, dim in zip((q, k, v), dims, strict=True)))
+        q, k = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k))
+        heads = Projections(q, k, v.unflatten(1, (-1, spec.value_size)))
         if self._context is not None:
             heads = self._context.gather_heads(heads)
         if needs_separate_heads(spec):

@@ -456,12 +456,7 @@ def _run_constants(call: _Call) -> dict[str, object]:
 
 
 def _check(
-    out: Tensor,
-    q: Tensor,
-    cache: KvCache,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
+    out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None = None, slopes: Tensor | None = None
 ) -> None:
     check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *_FLOATS)
     check_contiguous("out", out, (*q.shape[:2], _Heads.of(spec).dim), q.dtype)
@@ -470,8 +465,6 @@ def _check(
     check_cache(cache, spec.num_kv_heads, spec.head_dim, q.dtype)
     if spec.latent is not None and (cache.v is not cache.k or cache.k.dtype == PACKED):
         raise InvariantError("latent attention has one cache of rows, not in codes of four bits, for keys and values")
-    if not spec.has_plain_values and cache.v.dtype == PACKED:
-        raise InvariantError("values that are smaller than keys are not kept in codes of four bits")
     if (slopes is None) != (not spec.alibi_slopes):
         raise InvariantError("slopes are given where heads have them")
     if slopes is not None:

@@ -1,6 +1,6 @@
-"""Attention to the blocks of keys that an indexer chooses (MiniMax-M3), over the paged cache; nothing waits for the device.
+"""Attention to the blocks of keys that an indexer chooses (MiniMax-M3); nothing waits for the device.
 
-Each query and group of its heads is a sequence of its own, whose block table has the chosen blocks of its key and value head.
+A query and some of its heads are a sequence of their own, whose block table has the chosen blocks of their key and value head.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def attend_blocks(
 ) -> Tensor:
     """Attend every query to the keys, itself included, of the blocks that the indexer chooses for each of its heads, causally.
 
-    q        [T, H, D], contiguous, rotated; this step's keys and values, and those of the indexer, are already stored
-    spec     with the heads of this rank
+    q        [T, H, D], contiguous, rotated; the keys of this step, and its values, are already stored
     Returns  [T, H, D] in q's dtype, zeros for padding
     """
     indexer = spec.block_indexer
@@ -54,14 +53,13 @@ def attend_blocks(
         rows = sequences[own]
         tokens = torch.arange(first, own.stop, dtype=torch.int32, device=q.device)
         places = step.context_lens[rows] - step.query_starts[rows + 1] + tokens  # negative for padding
-        chosen, counts = choose_blocks(scores, places, indexer)
+        chosen, counts = _choose_blocks(scores, places, indexer)
         found.append(_attend(q[own], cache, step.block_tables[rows], places, chosen, counts, spec, heads, is_in_order))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def choose_blocks(scores: Tensor, places: Tensor, indexer: BlockIndexerSpec) -> tuple[Tensor, Tensor]:
-    """Return the blocks that heads of the indexer choose for queries at `places` [T], [T, H, B] i64 in ascending order, and how
-    many each has, [T, H] i32.
+def _choose_blocks(scores: Tensor, places: Tensor, indexer: BlockIndexerSpec) -> tuple[Tensor, Tensor]:
+    """Return the blocks that heads choose for queries at `places` [T], as `choose` does: [T, H, B] and [T, H].
 
     scores  [T, H, keys] f32; -inf: not seen
     """
@@ -85,7 +83,7 @@ def _attend(
     heads: HeadsOfRank,
     is_in_order: bool,
 ) -> Tensor:
-    """Return the attention of q [T, H, D] to chosen blocks; tables [T, blocks]: of the sequence of each query."""
+    """Return the attention to chosen blocks; tables [T, blocks]: of the sequence of each query."""
     indexer = spec.block_indexer
     assert indexer is not None
     of_index, of_kv = heads.total // indexer.num_heads, spec.num_heads // spec.num_kv_heads

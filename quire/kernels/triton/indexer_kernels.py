@@ -73,10 +73,9 @@ def _score_keys(
     products = dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)) * SCALE
     query = place + tl.arange(0, 1)
     seen = is_seen(keys, query, query >= 0, end, tree_start, token - place, ancestors_ptr, None, 0)
-    if weights_ptr is None:
-        tl.store(out_places, tl.where(seen, products, float("-inf")), mask=is_column)
-        return
-    weights = tl.load(weights_ptr + own, mask=is_head, other=0.0)
-    scores = tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0)
-    seen = tl.sum(seen.to(tl.int32), 0) > 0  # of the only query
+    scores = products
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + own, mask=is_head, other=0.0)
+        scores = tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0)
+        seen = tl.sum(seen.to(tl.int32), 0) > 0  # of the only query
     tl.store(out_places, tl.where(seen, scores, float("-inf")), mask=is_column)

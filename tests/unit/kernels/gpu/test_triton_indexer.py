@@ -77,40 +77,17 @@ def test_lower_keys_come_first_where_scores_are_equal(device):
     assert choose(scores, 9)[0].shape == (4, 4)
 
 
-@pytest.mark.parametrize(
-    ("index_heads", "block_size", "size", "num_local", "heads", "is_in_order"),
-    [
-        pytest.param(2, 4, 6, 1, HeadsOfRank(0, 8), False, marks=pytest.mark.slow),
-        (4, 8, 4, 0, HeadsOfRank(4, 8), True),  # the second of two ranks
-        pytest.param(1, 16, 32, 2, HeadsOfRank(0, 8), False, marks=pytest.mark.slow),
-    ],
-)
-def test_heads_attend_to_the_blocks_that_the_reference_chooses(
-    index_heads, block_size, size, num_local, heads, is_in_order, device, monkeypatch
-):
-    monkeypatch.setattr(block_indexer, "SCORES_AT_ONCE", 800)
-    generator = torch.Generator().manual_seed(7)
-    lengths, width = [61, 9, 33], -(-61 // block_size)
-    chosen = BlockIndexerSpec(index_heads, 20, size, 3, num_local, NORM)
-    spec = AttentionSpec(8, 4, 24, 24**-0.5, block_indexer=chosen)
-    tables = torch.randperm(3 * width, generator=generator).view(3, width)
-    starts = [0, 3, 12, 13]
-    step = AttentionMetadata(torch.zeros(13, dtype=torch.int64), starts, lengths, tables)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    q, index_q, new_keys = normal(13, 8, 24), normal(13, index_heads, 20), normal(13, 20)
-    k, v, keys = (
-        normal(3 * width, 4, block_size, 24),
-        normal(3 * width, 4, block_size, 24),
-        normal(3 * width, 1, block_size, 20),
-    )
-    expected = attend_blocks_by_torch(q, (index_q, new_keys), EntryCache(keys, tables, 20, rate=1), (k, v), step, spec)
-    num_heads = 8 - heads.first
-    rank = AttentionSpec(num_heads, num_heads // 2, 24, 24**-0.5, block_indexer=chosen)
-    cache = KvCache(*(part[:, heads.first // 2 :].contiguous().to(device) for part in (k, v)))
+def test_heads_attend_to_the_blocks_that_the_reference_chooses(device, monkeypatch):
+    monkeypatch.setattr(block_indexer, "SCORES_AT_ONCE", 600)
+    torch.manual_seed(7)
+    tables, starts = torch.randperm(24).view(3, 8), [0, 3, 12, 13]
+    step = AttentionMetadata(torch.zeros(13, dtype=torch.int64), starts, [61, 9, 33], tables)
+    q, index_q, new_keys = torch.randn(13, 8, 24), torch.randn(13, 2, 20), torch.randn(13, 20)
+    keys, caches = torch.randn(24, 1, 8, 20), torch.randn(2, 24, 4, 8, 24)
+    spec = AttentionSpec(8, 4, 24, 24**-0.5, block_indexer=BlockIndexerSpec(2, 20, 6, 3, 1, NORM))
+    entries = EntryCache(keys, tables, 20, rate=1)
+    expected = attend_blocks_by_torch(q, (index_q, new_keys), entries, (caches[0], caches[1]), step, spec)
+    cache = KvCache(*(part.to(device) for part in caches))
     inputs = IndexInputs(index_q.to(device), None, keys.to(device))
-    own = q[:, heads.first :].contiguous().to(device)
-    found = attend_blocks(own, inputs, cache, DeviceAttentionMetadata.of(step, device), rank, heads, is_in_order)
-    torch.testing.assert_close(found.cpu(), expected[:, heads.first :], atol=2e-6, rtol=2e-6)
+    found = attend_blocks(q.to(device), inputs, cache, DeviceAttentionMetadata.of(step, device), spec, HeadsOfRank(0, 8))
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
