@@ -15,17 +15,19 @@ from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear
+from quire.model.device_ranks import LayerRanks
 
 _NAMES = "index_q", "index_k"
 
 
 class BlockAttention:
-    """Of a layer; spec: with the heads of this rank, own: its dense parameters. Every rank has the whole indexer."""
+    """Of a layer; spec: with the heads of this rank; own: its dense parameters; ranks: those that divide the heads."""
 
     def __init__(
-        self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, heads: HeadsOfRank, is_in_order: bool
+        self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, ranks: LayerRanks | None, is_in_order: bool
     ) -> None:
         assert spec.block_indexer is not None
+        heads = HeadsOfRank(0, spec.num_heads) if ranks is None else HeadsOfRank(ranks.first_head, ranks.num_heads)
         self._spec, self._rope, self._heads, self._is_in_order = spec, rope, heads, is_in_order
         self._linears = {name: DeviceLinear((own[f"{name}.weight"],), None, is_in_order) for name in _NAMES}
         q_norm, k_norm = (Norm(spec.block_indexer.norm, own[f"{name}_norm.weight"]) for name in _NAMES)

@@ -24,7 +24,6 @@ from quire.kernels.reference.activation import apply_gate, apply_output_gate, ap
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.block_indexer import HeadsOfRank
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
@@ -85,8 +84,8 @@ class DeviceLayer:
         self._branches = ExpertBranches(spec.mlp, own) if is_branched and isinstance(spec.mlp, MoeSpec) else None
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
-        kv_heads = attention.num_kv_heads
-        self._sizes = [attention.num_heads * attention.head_dim, kv_heads * attention.head_dim, kv_heads * attention.value_size]
+        self._sizes = [size * attention.num_kv_heads for size in (attention.head_dim, attention.value_size)]
+        self._sizes.insert(0, attention.num_heads * attention.head_dim)
         self.attn_in = norm_of(own, "attn_in", spec.attn_in)
         self._attn_out = norm_of(own, "attn_out", spec.attn_out)
         self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)
@@ -109,8 +108,7 @@ class DeviceLayer:
         self._context = None if ranks is None else ranks.context
         kinds = self._rope, is_in_order, prefix, self._context
         self._latent = None if attention.latent is None else LatentAttention(attention, own, *kinds)
-        heads = HeadsOfRank(0, attention.num_heads) if self._head_ranks is None else self._head_ranks.own_heads_of_all
-        blocks = attention, own, self._rope, heads, is_in_order
+        blocks = attention, own, self._rope, self._head_ranks, is_in_order
         self._blocks = None if attention.block_indexer is None else BlockAttention(*blocks)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         rows = None if gate is None or ranks is None else (len(gate) // attention.num_heads * ranks.num_heads,)

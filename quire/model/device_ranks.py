@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.kernels.triton.adding import add_parts_launch
-from quire.kernels.triton.block_indexer import HeadsOfRank
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.model.device_context import ContextRanks, LayerContext
 from quire.model.device_linear import DeviceLinear
@@ -214,9 +213,9 @@ class LayerRanks:
         return self._ranks
 
     @property
-    def own_heads_of_all(self) -> HeadsOfRank:
-        """Where this rank's query heads are."""
-        return HeadsOfRank(self._own_heads.heads.start, self.num_heads)
+    def first_head(self) -> int:
+        """This rank's first query head."""
+        return self._own_heads.heads.start
 
     @property
     def num_heads(self) -> int:
