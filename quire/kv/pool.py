@@ -54,7 +54,7 @@ class KvPool:
                 k, v = (_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype])
                 num_scales = shape[:3]
             else:
-                value_shape = (*shape[:3], spec.index_dims[layer]) if spec.index_dims else shape
+                value_shape = (*shape[:3], spec.value_size(layer))
                 k, v = (_zeros(each, getattr(torch, dtype), device) for each in (shape, value_shape))
                 num_scales = (0, *shape[1:3])
             self.k.append(k)

@@ -212,8 +212,9 @@ struct SoftmaxRow {
     Span seen;      // tokens that the row attends to
     Span runs;      // runs whose weights are read
     float max, sum;
-    float slope;    // of ALiBi, 0: none
-    i32 position;   // of the row
+    u32 skipped;   // runs that it skips, a bit each
+    float slope;   // of ALiBi, 0: none
+    i32 position;  // of the row
 };
 
 // What is added to the scores of the run that starts at `token`.
@@ -251,7 +252,10 @@ static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     F32 highest = set1(LOWEST);
     for (int run = begin; run < end; ++run) {
         F32 s = load(row.scores + run * RUN);
-        if (!holds_run(row.seen, run * RUN)) {
+        if (row.skipped >> run & 1) {
+            s = set1(-__builtin_inff());
+            store(row.scores + run * RUN, s);
+        } else if (!holds_run(row.seen, run * RUN)) {
             s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
             store(row.scores + run * RUN, s);
         }
@@ -290,7 +294,10 @@ static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* c
         if (IS_SCALED) s = s * load(key_scales[run]);
         if (job.softcap != 0.0f) s = tanh(s / cap) * cap;
         if (row.slope != 0.0f) s = s + bias_of(row, run * RUN);
-        if (!holds_run(row.seen, run * RUN)) s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
+        if (row.skipped >> run & 1)
+            s = set1(-__builtin_inff());
+        else if (!holds_run(row.seen, run * RUN))
+            s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
         store(row.scores + run * RUN, s);
         highest = max(s, highest);
     }

@@ -70,7 +70,7 @@ void KeyChoice::take(const Batch& batch) {
 void KeyChoice::reserve(KvFormat format) {
     const i64 places = std::min(num_pieces(), GATHERED_PIECES), tokens = places * num_runs_ * RUN;
     const i64 cache_bytes = (bytes_of(format, tokens * row_size) + 127) / 128 * 128, score_bytes = (places * max_end_ * 4 + 127) / 128 * 128;
-    const i64 num_bytes = 2 * cache_bytes + 2 * score_bytes + tokens * 4;
+    const i64 num_bytes = 2 * cache_bytes + 2 * score_bytes + (is_shared ? num_pieces() : places) * num_runs_ * RUN * 4;
     if (num_bytes > memory_.bytes) {
         memory_ = Memory(0);
         memory_ = Memory(num_bytes);
@@ -101,7 +101,7 @@ KvLayer KeyChoice::gathered(KvFormat format) const { return {format, RUN, 1, row
 
 void KeyChoice::choose(i32 piece, i32 place) const {
     const KeyPiece& own = pieces[piece];
-    i32* const to = tokens(place);
+    i32* const to = tokens(piece);
     i32 num_found = 0;
     if (!is_choosing(piece)) {
         for (i32 i = 0; i < own.num_seen; ++i) to[i] = own.position(i);
