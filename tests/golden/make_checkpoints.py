@@ -363,7 +363,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*dense_cases.TORCH_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.TORCH_CASES, "deepseek-v4", "minimax-m3")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
