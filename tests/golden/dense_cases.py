@@ -183,7 +183,7 @@ TORCH_CASES = ("falcon-rw", "openai-gpt")
 """Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
     *TORCH_CASES,
-*("bloom", "mpt", "biogpt", "gpt-neox-japanese"),
+    *("bloom", "mpt", "biogpt", "gpt-neox-japanese"),
     *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
     *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
     *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla", "dbrx"),
