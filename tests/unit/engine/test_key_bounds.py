@@ -92,7 +92,7 @@ def test_tokens_are_the_same_after_preemptions(llm, lossy):
             break
         found.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
         if step in (9, 17):
-            engine.scheduler._preempt(engine.scheduler.running.last, "kv_blocks")
+            engine.scheduler.preempt(engine.scheduler.running.last, "kv_blocks")
     assert [list(found[f"bounds {index}"]) for index in (0, 1)] == [[token for token, _ in one] for one in lossy]
 
 
