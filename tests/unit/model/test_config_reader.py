@@ -417,11 +417,10 @@ def test_reading_a_config_loads_no_torch():
 @pytest.mark.parametrize(
     ("changes", "shared"),
     [
-        ({"indexer_types": ["full", "shared", "full", "shared"], "index_topk_pattern": "FFFF"}, [1, 3]),
+        ({"indexer_types": ["full", "shared"] * 2, "index_topk_pattern": "FFFF"}, [1, 3]),
         ({"index_topk_pattern": "FSSF"}, [1, 2]),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [1, 3]),
         ({"index_topk_freq": 3}, [2, 3]),
-        ({}, []),
     ],
 )
 def test_layers_that_share_an_indexer(write_config, changes, shared):
