@@ -10,6 +10,7 @@ from quire.contracts import expert_options
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -74,6 +75,13 @@ ALL_MODELS = MODELS | {
         LayerSpec(attention(has_output_gate=True, has_head_gate=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)
     ]
     * 2,
+    **{
+        name: [LayerSpec(attention(**options), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)]
+        for name, options in (
+            ("small-values", {"v_dim": 8, "v_scale": 0.6, "alibi_slopes": (0.5, 0.25, 0.1, 0.05)}),
+            ("blocks", {"block_indexer": BlockIndexerSpec(2, 20, 2, 2, 1, RMS)}),
+        )
+    },
     "sparse": [
         LayerSpec(
             attention(),
@@ -160,7 +168,9 @@ def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
 
 
 def has_divided_norms(name):
-    return name != "branches" and all(not (one.mixer or one.is_parallel or one.is_mlp_only) for one in ALL_MODELS[name])
+    return name not in ("branches", "blocks", "small-values") and all(
+        not (one.mixer or one.is_parallel or one.is_mlp_only) for one in ALL_MODELS[name]
+    )
 
 
 @pytest.mark.parametrize("shares", LAYOUTS)
