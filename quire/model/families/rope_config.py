@@ -89,7 +89,7 @@ def read_rope(
     if nested:
         raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
     theta = _inner_or_outer(config, key, values, "rope_theta")
-    theta = config.number("rope_theta") if values.get("rope_theta") is None else theta
+    theta = config.number(*_names_of(config, "rope_theta")) if values.get("rope_theta") is None else theta
     partial = _inner_or_outer(config, key, values, "partial_rotary_factor")
     partial = config.raw("partial_rotary_factor") if partial is None else partial
     if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
@@ -115,9 +115,13 @@ def read_score_scaling(config: ConfigView) -> float:
     return _temperature(factor, parameters.required("mscale_all_dim")) ** 2
 
 
+def _names_of(config: ConfigView, name: str) -> tuple[str, ...]:
+    return name, *_OLD_NAMES.get((config.model_type, name), ())
+
+
 def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
     """Return a value of the rope parameters or of config.json itself; where both have one, the former, as transformers does."""
-    aliases = [alias for alias in (name, *_OLD_NAMES.get((config.model_type, name), ())) if config.has(alias)]
+    aliases = [alias for alias in _names_of(config, name) if config.has(alias)]
     outer = config.raw(*aliases) if aliases else None
     inner = values.get(name)
     if inner is None or outer is None:

@@ -28,6 +28,11 @@ def test_theta_in_both_styles_and_absent(read_rope):
     assert read_rope("mixtral", num_key_value_heads=2) == RopeSpec(8, 1e6)
 
 
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gpt_neox_japanese"])
+def test_theta_by_the_old_name(read_rope, model_type):
+    assert read_rope(model_type, rotary_emb_base=5e3, rotary_pct=0.5) == RopeSpec(4, 5e3)
+
+
 def test_rope_scaling_replaces_rope_parameters(read_rope):
     rope = read_rope(
         "llama",
