@@ -132,7 +132,7 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
     """Return the variants of the kernels that any steps of these sizes launch, without repetition, those of the start first."""
     few = model.few_layers()
     decoder = meta_decoder(few, sizes.max_model_len)
-    own = KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    own = KvSpec.of(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
     return _step_variants(decoder, replace(own, layer_dtypes=few.kv_dtypes), sizes)
 
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.kv.pool import KvPool
 
 
-def test_copies_read_all_sources_before_any_target_is_written():
-    pool = KvPool(KvSpec(2, "float32", ((1, 3), (2, 4))), num_blocks=4)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_copies_read_all_sources_before_any_target_is_written(is_joined):
+    pool = KvPool(KvSpec(2, "float32", ((1, 3), (2, 4)), is_joined=is_joined), num_blocks=4)
     for cache in (*pool.k, *pool.v):
         cache.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(cache))
     pool.copy_blocks(((0, 1), (1, 2)))
@@ -50,3 +52,15 @@ def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtyp
         array[1] = 7
     pool.copy_blocks(((1, 3),))
     assert all((array[3] == 7).all() and (array[2] == 0).all() for array in pool.arrays())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1152), ("int8", 580), ("k8v4", 580), ("turboquant_4bit", 292)])
+def test_a_layer_of_deepseek_v3_keeps_576_values_of_a_token(dtype, size):
+    norm = NormSpec("rms", 1e-6)
+    attention = AttentionSpec(128, 1, 576, 192**-0.5, latent=LatentSpec(1536, 512, 128, 64, 128, norm))
+    layers = (LayerSpec(attention, MlpSpec(18432, "silu")),) * 61
+    spec = KvSpec.of(ModelSpec("deepseek_v3", "bfloat16", 129280, 7168, layers, norm, 163840), 16, dtype)
+    assert spec.bytes_per_token == 61 * size
+    arrays = KvPool(spec.part(0, 1), num_blocks=3).arrays()
+    assert sum(array.nbytes for array in arrays) == 3 * 16 * size
+    assert [array.nbytes // 3 for array in arrays] == [head_bytes for _, _, head_bytes in spec.part(0, 1).block_arrays()]

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quire import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import LatentSpec, NormSpec
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.planner.hardware import find_hardware
 from quire.planner.memory import Limits, choose_kv_format, divide_memory, divide_pools
@@ -46,6 +48,21 @@ def test_layers_that_keep_the_models_format_are_counted_as_in_the_engine(kv_form
     assert shape.kv_bytes_per_token(kv_format) == kv.bytes_per_token
     assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
     assert shape.kv_bytes_per_token("bfloat16") == report.memory.kv.bytes_per_token
+    assert ModelShape.from_dict(shape.to_dict()) == shape
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "k8v4", "turboquant_4bit"])
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_latent_rows_are_counted_once(kv_format, is_gpu):
+    report = inspect_model(EngineConfig(model="demo", device="cpu", num_kv_blocks=1))
+    latent = LatentSpec(24, 512, 16, 64, 16, NormSpec("rms", 1e-6))
+    attention = replace(report.spec.layers[0].attention, num_kv_heads=1, head_dim=576, latent=latent)
+    spec = replace(report.spec, layers=tuple(replace(layer, attention=attention) for layer in report.spec.layers))
+    sizes = weight_bytes_by_precision(report)
+    shape = ModelShape.of("latent", replace(report, spec=spec), sizes, kept_layers=(1,), is_gpu=is_gpu)
+    kv = KvSpec.of(spec, 16, kv_format).with_layers((1,), spec.dtype)
+    assert shape.kv_bytes_per_token(kv_format) == kv.bytes_per_token
+    assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
     assert ModelShape.from_dict(shape.to_dict()) == shape
 
 

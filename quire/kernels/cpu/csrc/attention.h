@@ -11,7 +11,8 @@ namespace quire {
 // i8, f8 (e4m3): value = scale * code. r4: rotated values = scale * level of code, see attention_rotation.inl, D at most MAX_ROTATED_DIM; a byte holds
 // the codes of two dims, the first in its low half: of keys d and d + 1, of values d and d + D / 2. k8v4: keys of i8, values of r4.
 // All of these have one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
-// D is even.
+// D is even. Where a token's row is both its key and its value (latent attention), it is stored once, as a key: values are then keys, and
+// value_scales key_scales. The format is not k8v4.
 enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2, r4 = 3, k8v4 = 4, f8 = 5 };
 constexpr i32 MAX_ROTATED_DIM = 2048;
 
@@ -26,6 +27,8 @@ struct KvLayer {
     void* values = nullptr;
     float* key_scales = nullptr;
     float* value_scales = nullptr;
+
+    bool is_joined() const { return values == keys; }
 };
 
 // Tokens of a run.
@@ -60,7 +63,7 @@ struct Batch {
 
 // is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
 // window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: attention
-// sinks, a logit per head that is only added to the softmax's denominator.
+// sinks, a logit per head that is only added to the softmax's denominator. first_value: the values before it are not asked for; not of r4.
 struct AttentionJob {
     KvLayer kv;
     i32 num_heads = 1;
@@ -69,6 +72,7 @@ struct AttentionJob {
     float softcap = 0.0f;
     const float* sinks = nullptr;
     bool is_bf16 = true;
+    i32 first_value = 0;
     const float* q = nullptr;  // [num_tokens][num_heads * head_dim] f32
     i64 q_stride = 0;
     float* out = nullptr;  // [num_tokens][num_heads * head_dim] f32
@@ -121,7 +125,7 @@ struct AttentionTable {
     // to the next barrier of the ranks. No sequence may have a draft tree.
     void (*attend_context)(Worker& worker, const AttentionJob& job, const Batch& batch, const ContextJob& context);
     // Write key and value heads [first_head, first_head + num_heads) of one token ([num_heads * head_dim] f32 each) into
-    // slot = block * block_size + offset.
+    // slot = block * block_size + offset. Of a joined cache the values are not read.
     void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);
     // Copy keys and values of one token, all heads, to another slot.
     void (*move)(const KvLayer& kv, i64 from, i64 to);

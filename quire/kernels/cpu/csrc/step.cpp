@@ -192,6 +192,7 @@ struct Stepper : StepBlock {
         a.softcap = l.softcap;
         a.sinks = l.sinks.empty() ? nullptr : l.sinks.data();
         a.is_bf16 = plan.is_bf16_;
+        if (value_format(l.kv.format) != KvFormat::r4) a.first_value = l.latent.rope;
         a.q = plan.qkv_;
         a.q_stride = row_stride(qkv_size(l));
         a.out = plan.attended_ + l.first_head * l.head_dim;

@@ -127,7 +127,7 @@ def logits_of(decoder, pool, device):
 
 def one_rank(spec, device, is_in_order, policy=None):
     decoder = DeviceDecoder(spec, parameters_of(spec), 64, device, policy, is_in_order)
-    return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device), device)
+    return logits_of(decoder, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device), device)
 
 
 def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None, **options):
@@ -259,7 +259,7 @@ def test_lossy_ranks_do_what_one_rank_does(device, monkeypatch):
         return hidden, decoder.expert_counts()
 
     one = DeviceDecoder(spec, parameters_of(spec), 64, device)
-    expected, counts = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
+    expected, counts = run(one, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device))
     placements = placed(spec, (1, 1))
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 64, device, placements=placements)
     pools = ranks.pools(4, "float32", 12, device)
@@ -280,7 +280,7 @@ def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
     places = [torch.empty(num_tokens, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32, torch.int32)]
     places[1] = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
     tables = torch.empty(num_tokens, 4, dtype=torch.int32, device="meta")
-    pool = DeviceKvPool(KvSpec.on_device(decoder.spec, 16, "float32"), 4, torch.device("meta"))
+    pool = DeviceKvPool(KvSpec.of(decoder.spec, 16, "float32"), 4, torch.device("meta"))
     ids = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     with torch.inference_mode(), noted_launches() as launches:
         hidden = decoder.forward(ids, ids, DeviceAttentionMetadata.of_decode(*places, tables, 64), pool)
@@ -423,7 +423,7 @@ def test_narrow_checkpoints_have_the_numbers_of_one_rank_and_what_cannot_be_cut_
 
     for is_in_order in (True, False):
         one = DeviceDecoder(spec, open_parameters(folder, spec), 64, device, None, is_in_order)
-        expected = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
+        expected = run(one, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device))
         with caplog.at_level(logging.WARNING):
             ranks = DeviceRankThreads(spec, lambda: open_parameters(folder, spec), (1, 1), 64, device, is_in_order)
         pools = ranks.pools(4, "float32", 12, device)
