@@ -26,7 +26,8 @@ _LATENT_ROW, _LATENT_ROTATED = 576, 64
 
 def _head_bytes(number_format: str, dim: int, is_joined: bool = False) -> int:
     """Return the bytes of the key and the value of one head of one token, with their scales."""
-    types = _CACHES[number_format][1 : 2 if is_joined else 3]
+    _, *types = _CACHES[number_format]
+    types = types[: 1 if is_joined else 2]
     return sum(_row_size(dtype, dim) * dtype.itemsize + (4 if _is_quantised(number_format) else 0) for dtype in types)
 
 
