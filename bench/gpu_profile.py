@@ -40,15 +40,15 @@ def profile_rows(place: gpu_model.Place, shape: gpu_model.Shape, until_s: float)
             gpu_model.time_steps(stepper, count, length, num_steps)
 
         what = f"decode {count} x {length}"
-        yield from _rows(what, place, decode, num_steps + gpu_model.WARM_UP_STEPS)
+        yield from traced_rows(what, place, decode, num_steps + gpu_model.WARM_UP_STEPS)
     num_tokens, num_prompts = gpu_model.prompt_lengths(place)[0], 1 if place.is_tiny else _PROMPTS
     if time.perf_counter() <= until_s:
         prompt = f"prompt of {num_tokens}"
-        yield from _rows(prompt, place, lambda: gpu_model.time_prompt(stepper, num_tokens, num_prompts), num_prompts + 1)
+        yield from traced_rows(prompt, place, lambda: gpu_model.time_prompt(stepper, num_tokens, num_prompts), num_prompts + 1)
     stepper.close()
 
 
-def _rows(what: str, place: gpu_model.Place, run: Callable[[], object], num_steps: int) -> Iterator[Row]:
+def traced_rows(what: str, place: gpu_model.Place, run: Callable[[], object], num_steps: int) -> Iterator[Row]:
     """Yield the kernels of a run of so many steps, which is run once before."""
     run()  # compiles and records
     is_cuda = place.device.type == "cuda"

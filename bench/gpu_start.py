@@ -68,8 +68,8 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     from quire.worker.device.precompile import Precompilation
 
     spent: dict[str, float] = {"weights_s": 0.0, "compile_s": 0.0}
-    build.DeviceDecoder = _timed(build.DeviceDecoder, spent, "weights_s")
-    Precompilation.wait_for = _timed(Precompilation.wait_for, spent, "compile_s")
+    build.DeviceDecoder = timed(build.DeviceDecoder, spent, "weights_s")
+    Precompilation.wait_for = timed(Precompilation.wait_for, spent, "compile_s")
     times = [since_s, time.time()]
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
@@ -91,7 +91,7 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     return {**found, "first_token_s": first_token, "total_s": times[-1] - times[0], "compiled_s": compiled_s}
 
 
-def _timed(make: Callable[..., Made], spent: dict[str, float], stage: str) -> Callable[..., Made]:
+def timed(make: Callable[..., Made], spent: dict[str, float], stage: str) -> Callable[..., Made]:
     """Return what does the same, and adds the seconds that it takes to a stage."""
 
     def run(*arguments: object, **named: object) -> Made:

@@ -62,7 +62,8 @@ class DeviceRankThreads:
         context_size=1,
     ):
         self.size = len(shares)
-        self.communicators = [CountingCommunicator(each) for each in gloo_communicators(self.size)]
+        self._gloo = gloo_communicators(self.size)
+        self.communicators = [CountingCommunicator(each) for each in self._gloo]
 
         def build(rank):
             shard = DeviceShard.of(spec, rank, shares, is_in_order, placements, context_size)
@@ -89,5 +90,5 @@ class DeviceRankThreads:
 
     def close(self):
         """End the threads of gloo."""
-        for communicator in self.communicators:
-            communicator._inner.close()
+        for communicator in self._gloo:
+            communicator.close()

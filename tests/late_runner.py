@@ -45,7 +45,7 @@ class LateRunner:
         self.log.append(("collect", step.plan.step_id))
         result = self.inner.execute(step.plan)
         for sequence_id in result.errors:  # the next step may be on its way with it
-            self.inner._batch.row(sequence_id).token_ids.append(0)
+            self.inner.batch.row(sequence_id).token_ids.append(0)
         return result
 
     def execute(self, plan):

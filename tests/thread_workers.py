@@ -41,7 +41,7 @@ class ThreadWorkers:
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
-        self._subgroups = initialise_subgroups(self.memory, options.subgroups)
+        self.subgroups = initialise_subgroups(self.memory, options.subgroups)
         self.communicator = ShmCommunicator(self.memory, self.barrier)
         self.store = HashStore() if options.with_store else None
         self.ring = RingWriter(self.memory, self.barrier)
@@ -66,7 +66,7 @@ class ThreadWorkers:
             startup=StartupReporter(self.board, rank),
             monitor=SimpleNamespace(),
             store_port=None,
-            subgroups=attach_subgroups(self.memory, rank, {each._name: each.ranks for each in self._subgroups}),
+            subgroups=attach_subgroups(self.memory, rank, {each._name: each.ranks for each in self.subgroups}),
         )
         _STORES[id(self.memory)] = self.store
         try:
@@ -76,7 +76,7 @@ class ThreadWorkers:
         except Exception as error:  # noqa: BLE001 - told by close
             self.errors.append(error)
             context.startup.failed(error)
-            for each in (barrier, *self._subgroups):
+            for each in (barrier, *self.subgroups):
                 each.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
 
     def raise_failure(self):
@@ -95,7 +95,7 @@ class ThreadWorkers:
     def stats(self):
         found = []
         for rank in range(self.size):
-            counts = rank_counts(rank, self.barrier, self._subgroups)
+            counts = rank_counts(rank, self.barrier, self.subgroups)
             found.append(
                 RankStats(
                     rank=rank,
@@ -112,7 +112,7 @@ class ThreadWorkers:
         assert self.errors == []
 
     def kill(self):
-        for each in (self.barrier, *self._subgroups):
+        for each in (self.barrier, *self.subgroups):
             each.abort(0, AbortReason.CLOSED)
         for thread in self._threads:
             thread.join(10)

@@ -121,7 +121,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_gguf(path: Path) -> GgufFile:
-    first = _read_file(path)
+    first = read_gguf_file(path)
     num_shards = first.metadata.integer("split.count") or 1
     if num_shards == 1:
         return first
@@ -134,7 +134,7 @@ def _read_gguf(path: Path) -> GgufFile:
         raise ModelFormatError(f"{path} is not the first of {num_shards} files; give {match[1]}-00001-of-{match[3]}.gguf")
     tensors, sizes = dict(first.tensors), dict(first.sizes)
     for number in range(2, num_shards + 1):
-        shard = _read_file(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
+        shard = read_gguf_file(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
         if shard.metadata.integer("split.no") != number - 1 or shard.metadata.integer("split.count") != num_shards:
             raise ModelFormatError(f"{shard.path} does not belong to {path.name}: split.no or split.count differ from its name")
         repeated = next((name for name in shard.tensors if name in tensors), None)
@@ -148,7 +148,8 @@ def _read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, first.metadata, tensors, sizes)
 
 
-def _read_file(path: Path) -> GgufFile:
+def read_gguf_file(path: Path) -> GgufFile:
+    """Read one file, without the other shards and without sharing; see `read_gguf`."""
     try:
         with path.open("rb") as stream:
             return _Reader(stream, path, os.fstat(stream.fileno()).st_size).read()

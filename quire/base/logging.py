@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -26,3 +27,30 @@ def show_log() -> None:
     logger = logging.getLogger("quire")
     if not logger.hasHandlers() and logger.level == logging.NOTSET:
         setup_logging()
+
+
+class UnexpectedErrors:
+    """Counts the errors that no code foresees in the jobs of threads and tasks that go on after them, and tells each kind once.
+
+    count  of errors so far
+    last   what failed last, and how; empty: nothing has
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger, self._lock = logger, threading.Lock()
+        self._told: set[tuple[str, type[Exception]]] = set()
+        self.count, self.last = 0, ""
+
+    def note(self, job: str, error: Exception, subject: str = "") -> None:
+        """Take in an error, and log it with its traceback if none of its type has ended such a job before.
+
+        subject  of the job, such as a key
+        """
+        kind = job, type(error)
+        with self._lock:
+            self.count += 1
+            self.last = f"{job} failed: {type(error).__name__}: {error}"
+            is_new = kind not in self._told
+            self._told.add(kind)
+        if is_new:
+            self._logger.error("%s failed unexpectedly%s", job, subject and f" ({subject})", exc_info=error)

@@ -86,7 +86,7 @@ class Sandbox:
         self._num_slow = 0
         self._starting: dict[str, threading.Lock] = {}
         self._servers: dict[str, SandboxServer] = {}
-        self._idle: dict[str, list[SandboxedProcess]] = {}
+        self.idle: dict[str, list[SandboxedProcess]] = {}
         self._is_closed = False
         self._num_lost: OrderedDict[bytes, int] = OrderedDict()
         self.num_killed = 0
@@ -136,8 +136,8 @@ class Sandbox:
         """End all processes."""
         with self._lock:
             self._is_closed = True
-            idle = [worker for workers in self._idle.values() for worker in workers]
-            self._idle.clear()
+            idle = [worker for workers in self.idle.values() for worker in workers]
+            self.idle.clear()
         for worker in idle:
             worker.end()
         for key, lock in tuple(self._starting.items()):
@@ -154,7 +154,7 @@ class Sandbox:
         with self._lock:
             if self._is_closed:
                 raise SandboxClosedError
-            worker = self._idle[key].pop() if self._idle.get(key) else None
+            worker = self.idle[key].pop() if self.idle.get(key) else None
         if worker is not None:
             begin_s = time.monotonic()
             answer, may_wait = self._ask(worker, message)
@@ -221,7 +221,7 @@ class Sandbox:
         """Keep a process for the next message, or end one without an answer; return whether the system had killed it."""
         with self._lock:
             if answer is not None and not self._is_closed:
-                self._idle.setdefault(key, []).append(worker)
+                self.idle.setdefault(key, []).append(worker)
                 return False
         return worker.end()
 

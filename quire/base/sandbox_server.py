@@ -122,7 +122,7 @@ class SandboxServer:
         self._is_closed = False
         self._is_broken = False  # a reply did not come in time, and would be taken for the next one's
         try:
-            self._control, self._process = _start(command)
+            self.control, self._process = _start(command)
         except OSError as error:
             raise SandboxServerError(f"could not be started: {error}") from None
         try:
@@ -137,13 +137,13 @@ class SandboxServer:
         return self._process.pid
 
     def _hand_over(self, message: dict[str, Any]) -> None:
-        self._control.settimeout(_START_S)
+        self.control.settimeout(_START_S)
         if self._process.stdin is not None:
             with self._process.stdin as pipe:
                 pipe.write(json.dumps(message).encode())
-        if not self._control.recv(_MAX_MESSAGE):
+        if not self.control.recv(_MAX_MESSAGE):
             raise ConnectionResetError
-        self._control.settimeout(_FORK_S)
+        self.control.settimeout(_FORK_S)
 
     def fork(self) -> SandboxedProcess:
         """Return a new process. Raises SandboxServerError when the server is closed or has ended."""
@@ -167,8 +167,8 @@ class SandboxServer:
     def _ask_for_fork(self, theirs: socket.socket) -> int:
         if self._is_broken:
             raise ConnectionResetError("a reply of it was late")
-        socket.send_fds(self._control, [json.dumps({"fork": True}).encode()], [theirs.fileno()])
-        reply = self._control.recv(_MAX_MESSAGE)
+        socket.send_fds(self.control, [json.dumps({"fork": True}).encode()], [theirs.fileno()])
+        reply = self.control.recv(_MAX_MESSAGE)
         pid = json.loads(reply or b"{}").get("pid")
         if pid is None:
             raise ConnectionResetError("no reply")
@@ -185,8 +185,8 @@ class SandboxServer:
             if self._is_broken:
                 return is_ending
             try:
-                self._control.send(json.dumps({"end": worker.pid, "is_ending": is_ending}).encode())
-                reply = self._control.recv(_MAX_MESSAGE)
+                self.control.send(json.dumps({"end": worker.pid, "is_ending": is_ending}).encode())
+                reply = self.control.recv(_MAX_MESSAGE)
             except OSError as error:
                 logger.debug("the process that forks sandboxed processes has ended: %s", error)
                 self._is_broken, reply = True, b""
@@ -198,7 +198,7 @@ class SandboxServer:
         """End the process, and all that it has forked, and wait for that."""
         with self._lock:
             self._is_closed = True
-            self._control.close()
+            self.control.close()
         try:
             self._process.wait(_FORK_S)
         except subprocess.TimeoutExpired:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,15 +19,12 @@ _CACHES = {
     "turboquant_4bit": ("r4", torch.uint8, torch.uint8),
 }
 """Format -> name in the kernels, and types of the elements of keys and of values; an u8 has two codes of four bits."""
-_LATENT_ROW, _LATENT_ROTATED = 576, 64
-"""Values of DeepSeek-V3's cached row, and those of them that are key only."""
 
 
-def _head_bytes(number_format: str, dim: int, is_joined: bool = False) -> int:
+def _head_bytes(number_format: str, dim: int) -> int:
     """Return the bytes of the key and the value of one head of one token, with their scales."""
-    _, *types = _CACHES[number_format]
-    types = types[: 1 if is_joined else 2]
-    return sum(_row_size(dtype, dim) * dtype.itemsize + (4 if _is_quantised(number_format) else 0) for dtype in types)
+    types = _CACHES[number_format][1:]
+    return sum(_row_size(dtype, dim) * dtype.itemsize for dtype in types) + (8 if _is_quantised(number_format) else 0)
 
 
 def _is_quantised(number_format: str) -> bool:
@@ -45,15 +41,15 @@ def _random_elements(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Cache:
-    """The memory of a layer's keys and values, and the native layer that points to it; is_joined: they are the same."""
+    """The memory of a layer's keys and values, and the native layer that points to it."""
 
-    def __init__(self, setup: Setup, shapes: ModelShapes, number_format: str, num_blocks: int, is_joined: bool = False) -> None:
+    def __init__(self, setup: Setup, shapes: ModelShapes, number_format: str, num_blocks: int) -> None:
         name, *types = _CACHES[number_format]
         rows = num_blocks * _BLOCK_SIZE * shapes.num_kv_heads
-        arrays = [_random_elements(rows * _row_size(dtype, shapes.head_dim), dtype) for dtype in types[: 1 if is_joined else 2]]
-        scales = [torch.full((rows,), 0.02) for _ in arrays] if _is_quantised(number_format) else []
+        arrays = [_random_elements(rows * _row_size(dtype, shapes.head_dim), dtype) for dtype in types]
+        scales = [torch.full((rows,), 0.02) for _ in range(2)] if _is_quantised(number_format) else []
         self.held: tuple[Tensor, ...] = (*arrays, *scales)
-        addresses = [tensors[place].data_ptr() for tensors in (arrays, scales) if tensors for place in (0, -1)]
+        addresses = [tensor.data_ptr() for tensor in self.held]
         self.layer = setup.native.KvLayer(name, _BLOCK_SIZE, shapes.num_kv_heads, shapes.head_dim, *addresses)
 
 
@@ -67,43 +63,24 @@ def attention_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
             yield attention_case(setup, shapes, (number_format, f"prefill {length}"), 1, length, length)
 
 
-def latent_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
-    """Yield attention of new tokens over latent rows of DeepSeek-V3's size, stored once as in an engine, and twice."""
-    for number_format in (name for name in _CACHES if name != "k8v4"):
-        for length in setup.lengths:
-            for heads in (16, 128):
-                of_latent = replace(shapes, num_heads=heads, num_kv_heads=1, head_dim=_LATENT_ROW)
-                for is_joined in (True, False):
-                    name = f"{heads} heads S=4 context {length} rows {'once' if is_joined else 'twice'}"
-                    yield attention_case(setup, of_latent, (number_format, name), 4, 1, length, is_joined)
-
-
 def attention_case(
-    setup: Setup,
-    shapes: ModelShapes,
-    name: tuple[str, str],
-    num_sequences: int,
-    num_queries: int,
-    length: int,
-    is_joined: bool | None = None,
+    setup: Setup, shapes: ModelShapes, name: tuple[str, str], num_sequences: int, num_queries: int, length: int
 ) -> KernelCase:
     """Return attention of the last num_queries of `length` tokens of each sequence.
 
-    name       format of the cache (bf16, f32, int8, fp8, k8v4, turboquant_4bit), and the text that the case is shown with
-    is_joined  rows are latent, both key and value, and stored once; False: twice. None: keys and values are others
+    name  format of the cache (bf16, f32, int8, fp8, k8v4, turboquant_4bit), and the text that the case is shown with
     """
     native, heads, kv_heads, dim = setup.native, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     blocks = num_sequences * -(-length // _BLOCK_SIZE)
-    kv_bytes = num_sequences * length * kv_heads * _head_bytes(name[0], dim, bool(is_joined))
+    kv_bytes = num_sequences * length * kv_heads * _head_bytes(name[0], dim)
     copies = setup.copies_for(kv_bytes)
-    cache = _Cache(setup, shapes, name[0], copies * blocks, bool(is_joined))
+    cache = _Cache(setup, shapes, name[0], copies * blocks)
     num_tokens = num_sequences * num_queries
     q, out = noise(num_tokens, heads * dim), torch.empty(num_tokens, heads * dim)
     starts = torch.arange(0, num_tokens + 1, num_queries, dtype=torch.int32)
     lengths = torch.full((num_sequences,), length, dtype=torch.int32)
     tables = torch.arange(copies * blocks, dtype=torch.int32).view(copies, num_sequences, -1)
-    first_value = _LATENT_ROTATED if is_joined and name[0] != "turboquant_4bit" else 0
-    job = native.AttentionJob(cache.layer, heads, dim**-0.5, first_value=first_value)
+    job = native.AttentionJob(cache.layer, heads, dim**-0.5)
     batches = [
         native.AttentionBatch(
             num_sequences, num_tokens, starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), tables.shape[2]
@@ -120,8 +97,7 @@ def attention_case(
     pairs = num_sequences * (num_queries * (2 * length - num_queries + 1) // 2)
     num_bytes = kv_bytes + 2 * 4 * num_tokens * heads * dim
     kind = "f32" if name[0] == "f32" else "bf16"
-    kernel, num_operations = "attention" if is_joined is None else "latent", 4 * heads * dim * pairs
-    return KernelCase(kernel, *name, num_bytes, num_operations, kind, copies, run)
+    return KernelCase("attention", name[0], name[1], num_bytes, 4 * heads * dim * pairs, kind, copies, run)
 
 
 def store_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:

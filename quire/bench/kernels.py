@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.base.cpu_caches import CACHES, largest_cache_bytes
 from quire.base.errors import ConfigError
 from quire.base.threads import check_num_threads
-from quire.bench.attention_cases import attention_cases, latent_cases, store_cases
+from quire.bench.attention_cases import attention_cases, store_cases
 from quire.bench.expert_cases import expert_cases
 from quire.bench.kernel_setup import QWEN3_0_6B, KernelCase, ModelShapes, Setup, noise, shapes_of
 from quire.bench.linear_cases import INPUT_GROUP, best_cases, linear_cases, pack_weight
@@ -81,7 +81,6 @@ _MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
     "pack": pack_cases,
     "quantize": quantize_cases,
     "attention": attention_cases,
-    "latent": latent_cases,
     "store": store_cases,
     "norm": norm_cases,
     "turn": turn_cases,

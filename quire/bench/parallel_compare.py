@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,8 +33,9 @@ from quire.engine.llm_engine import LLMEngine
 from quire.kernels.peaks import SHORT, Peaks, measure_peaks
 from quire.parallel.barrier import native_extension
 from quire.planner.hardware import CPU_EFFICIENCY, Hardware
+from quire.planner.layout import Layout
 from quire.planner.model_shape import ModelShape
-from quire.planner.parallel_time import Layout, LayoutTime, Load, ParallelSimulation
+from quire.planner.parallel_time import LayoutTime, Load, ParallelSimulation, ProductRates
 
 _PROMPT_TOKENS = 16
 _WARM_UP = 4
@@ -49,9 +50,9 @@ _MOST_BITS_OF_BF12 = 14
 
 @dataclass(frozen=True, slots=True)
 class ComparedStep:
-    """One number of ranks, each with one thread. error: predicted / measured - 1."""
+    """One layout of ranks, each with one thread. error: predicted / measured - 1."""
 
-    num_ranks: int
+    layout: str
     predicted_s: float
     measured_s: float
 
@@ -72,6 +73,8 @@ class MeasuredRates:
     peaks                see measure_peaks; their bandwidth is that of exchanged bytes
     barrier_s            one barrier; 0 with one rank
     small_step_s         a step of a small model with as many sequences: scheduling and calls
+    attention_bytes_per_s, head_bytes_per_s  of the products of attention at the rows of a home, and of the output head at
+                         all rows, by one rank; None: as all others
     """
 
     product_bytes_per_s: float
@@ -80,11 +83,13 @@ class MeasuredRates:
     peaks: Peaks
     barrier_s: float
     small_step_s: float
+    attention_bytes_per_s: float | None = None
+    head_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRecord:
-    """Results; rates by number of ranks."""
+    """Results; rates by layout."""
 
     model: str
     num_sequences: int
@@ -96,16 +101,15 @@ class ComparisonRecord:
         """Return a table."""
         lines = [f"{self.model}, decode steps of {self.num_sequences} sequences, one thread a rank"]
         lines += [
-            f"{one.num_ranks} ranks: predicted {one.predicted_s * 1e3:.2f} ms, measured {one.measured_s * 1e3:.2f} ms "
-            f"({one.error:+.1%})"
+            f"{one.layout}: predicted {one.predicted_s * 1e3:.2f} ms, measured {one.measured_s * 1e3:.2f} ms ({one.error:+.1%})"
             for one in self.steps
         ]
         for step, one in zip(self.steps, self.rates, strict=True):
             lines.append(
-                f"{step.num_ranks} ranks: products {one.product_bytes_per_s / 1e9:.1f} GB/s of weights at {self.num_sequences} "
-                f"rows, other kernels of a layer {one.layer_s * 1e6:.0f} us, sampler {one.sampler_s * 1e3:.2f} ms, peak "
-                f"{one.peaks.bytes_per_s / 1e9:.1f} GB/s, barrier {one.barrier_s * 1e6:.2f} us, small step "
-                f"{one.small_step_s * 1e3:.2f} ms"
+                f"{step.layout}: products {one.product_bytes_per_s / 1e9:.1f} GB/s of weights, other kernels of a layer "
+                f"{one.layer_s * 1e6:.0f} us, sampler {one.sampler_s * 1e3:.2f} ms, "
+                f"peak {one.peaks.bytes_per_s / 1e9:.1f} GB/s, barrier {one.barrier_s * 1e6:.2f} us, "
+                f"small step {one.small_step_s * 1e3:.2f} ms"
             )
         return "\n".join(lines)
 
@@ -115,13 +119,13 @@ class ComparisonRecord:
 
 
 def predict_here(
-    shape: ModelShape, report: ModelReport, precision: str, rates: MeasuredRates, num_ranks: int, load: Load
+    shape: ModelShape, report: ModelReport, precision: str, rates: MeasuredRates, layout: Layout, load: Load
 ) -> LayoutTime:
     """Return the prediction for ranks of this machine, which reach these rates together."""
     # A device of the simulation is one rank: it has its part of the rates.
     fixed = {"layer_s": 0.0, "fused_layer_s": 0.0, "sequence_s": 0.0, "step_s": rates.small_step_s + rates.sampler_s}
     efficiency = replace(CPU_EFFICIENCY, bandwidth=1.0, compute=1.0, collective_s=rates.barrier_s, **fixed)
-    peaks = rates.peaks
+    peaks, num_ranks = rates.peaks, layout.num_devices
     device = Hardware(
         "here",
         "this machine",
@@ -138,10 +142,11 @@ def predict_here(
     )
     # As the weights are packed: bfloat16 may take 12 bits.
     shape = replace(shape, weight_bytes={precision: report.packed_weight_bytes or shape.weight_bytes[precision]})
-    rate = rates.product_bytes_per_s / num_ranks
+    attention = None if rates.attention_bytes_per_s is None else rates.attention_bytes_per_s / num_ranks
+    products = ProductRates(rates.product_bytes_per_s / num_ranks, attention, rates.head_bytes_per_s)
     layers_s = rates.layer_s * len(report.spec.layers)
-    simulation = ParallelSimulation(report.spec, shape, device, precision, report.memory.kv.dtype, True, 4, rate, layers_s)
-    return simulation.step(Layout(num_tensor=num_ranks), load)
+    simulation = ParallelSimulation(report.spec, shape, device, precision, report.memory.kv.dtype, True, 4, products, layers_s)
+    return simulation.step(layout, load)
 
 
 def packed_format(report: ModelReport, precision: str) -> str:
@@ -153,12 +158,16 @@ def packed_format(report: ModelReport, precision: str) -> str:
     return "bf12" if found == "bf16" and 0 < bits <= _MOST_BITS_OF_BF12 else found
 
 
-def measure_products(report: ModelReport, number_format: str, num_rows: int, num_threads: int) -> float:
+def measure_products(
+    report: ModelReport, number_format: str, num_rows: int, num_threads: int, names: Collection[str] = ()
+) -> float:
     """Return the bytes of weights per second that the products of the model's linear layers read, each shape weighted by its
-    part of a step."""
+    part of a step; names: of quire.bench.kernel_setup.shapes_of, only these."""
     setup = _setup(num_rows, num_threads)
     num_bytes = duration_s = 0.0
     for name, (n, k) in shapes_of(report.spec).linears.items():
+        if names and name not in names:
+            continue
         weights = [pack_weight(setup, number_format, n, k)]
         weights += [pack_weight(setup, number_format, n, k) for _ in range(setup.copies_for(weights[0].num_bytes) - 1)]
         x, out = noise(num_rows, k), noise(num_rows, n)
@@ -212,33 +221,47 @@ def compare_here(
     shape: ModelShape,
     precision: str,
     num_sequences: int,
-    ranks: Sequence[int] = (1, 2),
+    layouts: Sequence[Layout] = (Layout(), Layout(num_tensor=2)),
     num_steps: int = 32,
 ) -> ComparisonRecord:
-    """Measure decode steps with each number of ranks, and predict them from rates that are measured right after. Raises
-    ConfigError."""
+    """Measure decode steps with each layout, and predict them from rates that are measured right after. Raises ConfigError."""
     if num_sequences < 1 or num_steps < 4:
         raise ConfigError(f"a comparison needs num_sequences >= 1 and num_steps >= 4, got {num_sequences} and {num_steps}")
+    for layout in layouts:
+        if layout.has_whole_experts or layout.num_stages > 1 or layout.num_replicas > 1:
+            raise ConfigError(f"--compare takes layouts of tpN, homesN, dcpN and pcpN, got {layout.name}")
     barrier = measure_parallel((2,), 1000, (), 0.0)
     barrier_s = next(one.median_us for one in barrier.figures if one.operation == "barrier") * 1e-6
     steps: list[ComparedStep] = []
     found: list[MeasuredRates] = []
     load = Load(num_sequences, _PROMPT_TOKENS + num_steps // 2)
     small = EngineConfig(model=_SMALL_MODEL, device="cpu", num_kv_blocks=16 * num_sequences, skip_tokenizer_init=True)
-    for count in ranks:
-        sizes = {"tensor_parallel_size": count, "num_threads": count, "max_num_seqs": num_sequences}
-        measured_s, report = _measure(replace(config, **sizes), num_sequences, num_steps)
-        small_s, _ = _measure(replace(small, **sizes), num_sequences, num_steps)
+    for layout in layouts:
+        count, rows = layout.num_devices, -(-num_sequences // layout.num_parts)
+        sizes = {"tensor_parallel_size": layout.num_tensor, "num_threads": count, "max_num_seqs": num_sequences}
+        sizes |= {"decode_context_parallel_size": layout.num_places, "prefill_context_parallel_size": layout.num_parts}
+        homes = {"enable_dp_attention": True, "dp_attention_size": layout.num_homes} if layout.num_homes > 1 else {}
+        measured_s, report = _measure(replace(config, **sizes, **homes), num_sequences, num_steps)
+        small_sizes = {"tensor_parallel_size": count, "num_threads": count, "max_num_seqs": num_sequences}
+        small_s, _ = _measure(replace(small, **small_sizes), num_sequences, num_steps)
+        number_format, attention, head = packed_format(report, precision), None, None
+        if layout.num_homes > 1:
+            of_home = -(-num_sequences // layout.num_homes)
+            attention = measure_products(report, number_format, of_home, count, ("q", "k, v", "o"))
+        if layout.num_parts > 1:
+            head = measure_products(report, number_format, num_sequences, 1, ("head",))
         rates = MeasuredRates(
-            measure_products(report, packed_format(report, precision), num_sequences, count),
+            measure_products(report, number_format, rows, count),
             *measure_other_kernels(report, load, count),
             measure_peaks(report, SHORT, num_threads=count),
             barrier_s if count > 1 else 0.0,
             small_s,
+            attention,
+            head,
         )
         found.append(rates)
-        predicted = predict_here(shape, report, precision, rates, count, load)
-        steps.append(ComparedStep(count, predicted.step_s, measured_s))
+        predicted = predict_here(shape, report, precision, rates, layout, load)
+        steps.append(ComparedStep(layout.name, predicted.step_s, measured_s))
     return ComparisonRecord(config.model, num_sequences, tuple(steps), tuple(found), find_provenance())
 
 

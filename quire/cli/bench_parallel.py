@@ -41,7 +41,7 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("simulation", "decode steps from counted bytes, operations and collectives")
+    group = parser.add_argument_group("simulation", "steps from counted bytes, operations and collectives")
     group.add_argument("--simulate", metavar="DEVICExN", help="devices of the table of `quire plan`: H100x8")
     group.add_argument("--compare", action="store_true", help="measure one and two ranks of this machine next to predictions")
     group.add_argument("--model", default="demo-moe", help="folder, hub id, or a bundled model; only its configuration is read")
@@ -49,14 +49,18 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
         "--layout",
         action="append",
         metavar="tp4xdp2",
-        help="tpN, epN (ranks with whole experts), ppN, dpN, or several; may be given several times. Usual ones, if not given",
+        help="tpN, epN (ranks with whole experts), homesN, dcpN, pcpN, ppN, dpN, or several; may be given several times. Usual "
+        "ones, if not given",
     )
     group.add_argument("--batch-size", type=int, default=16, help="sequences that decode, on all devices together")
     group.add_argument("--context-len", type=int, default=1024, help="tokens of each sequence; not of --compare")
+    group.add_argument(
+        "--new-tokens", type=int, default=1, help="of them that a step computes: 1: it decodes; not of --compare"
+    )
     group.add_argument("--imbalance", type=float, default=1.0, help="max/mean of the ranks' experts")
     group.add_argument("--hosts", type=int, default=1, help="hosts that the ranks of a layout are divided among")
     group.add_argument("--network-gb-per-s", type=float, default=50.0, help="between hosts, of each device; an assumption")
-    group.add_argument("--expert-payload", default="model", help="form of the rows that experts get: model, int8 or fp8")
+    group.add_argument("--expert-payload", default="auto", help="form of the rows that experts get: auto, model or fp8")
     group.add_argument(
         "--expert-stages", type=int, choices=(1, 2), default=2, help="1: a row goes to each rank; 2: once to a host"
     )
@@ -89,10 +93,10 @@ def _check_given(args: argparse.Namespace) -> None:
         raise ConfigError("--simulate and --compare: give one of them")
     if args.simulate is None:
         links = ("hosts", "network_gb_per_s", "expert_payload", "expert_stages", "expert_halves")
-        of_simulate = ("layout", "context_len", "imbalance", "deterministic", *links)
+        of_simulate = ("context_len", "new_tokens", "imbalance", "deterministic", *links)
         refuse_given(args, _add_simulation, of_simulate, "needs --simulate DEVICExN")
     if args.simulate is None and not args.compare:
-        refuse_given(args, _add_simulation, ("model", "batch_size", "quantization"), "needs --simulate or --compare")
+        refuse_given(args, _add_simulation, ("layout", "model", "batch_size", "quantization"), "needs --simulate or --compare")
     else:
         given = "--compare" if args.compare else "--simulate"
         names = ("ranks", "num_samples", "idle", "idle_worker")
@@ -102,8 +106,9 @@ def _check_given(args: argparse.Namespace) -> None:
 def _simulate(args: argparse.Namespace) -> int:
     from quire.engine.inspect import inspect_model, weight_bytes_by_precision
     from quire.planner.expert_exchange import ExpertLinks
+    from quire.planner.layout import Layout, parse_cluster, usual_layouts
     from quire.planner.model_shape import ModelShape
-    from quire.planner.parallel_time import Layout, Load, ParallelSimulation, describe_times, parse_cluster, usual_layouts
+    from quire.planner.parallel_time import Load, ParallelSimulation, describe_times
 
     hardware, num_devices = parse_cluster(args.simulate)
     found = inspect_model(EngineConfig(model=args.model, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
@@ -121,7 +126,7 @@ def _simulate(args: argparse.Namespace) -> int:
     links = ExpertLinks(args.expert_payload, args.hosts, args.expert_stages == 2, halves, args.network_gb_per_s * 1e9)
     is_gathered, value_bytes = args.deterministic or is_cpu, 4 if is_cpu else 2
     simulation = ParallelSimulation(found.spec, shape, hardware, precision, shape.dtype, is_gathered, value_bytes, links=links)
-    load = Load(args.batch_size, args.context_len, args.imbalance)
+    load = Load(args.batch_size, args.context_len, args.imbalance, args.new_tokens)
     if args.layout is None:
         layouts = [each for each in layouts if each.num_replicas <= load.num_sequences and each.num_tensor % args.hosts == 0]
     times = [simulation.step(layout, load) for layout in layouts]
@@ -135,8 +140,10 @@ def _simulate(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from quire.bench.parallel_compare import compare_here
     from quire.engine.inspect import inspect_model, weight_bytes_by_precision
+    from quire.planner.layout import Layout
     from quire.planner.model_shape import ModelShape
 
+    layouts = [Layout.parse(text) for text in args.layout or ("tp1", "tp2")]
     quantization = None if args.quantization == "auto" else args.quantization
     config = EngineConfig(
         model=args.model,
@@ -147,5 +154,5 @@ def _compare(args: argparse.Namespace) -> int:
     )
     found = inspect_model(config)
     shape = ModelShape.of(args.model, found, weight_bytes_by_precision(found))
-    record = compare_here(config, shape, shape.check_precision(args.quantization), args.batch_size)
+    record = compare_here(config, shape, shape.check_precision(args.quantization), args.batch_size, layouts)
     return report(record.describe(), record.to_json(), args.output_json)

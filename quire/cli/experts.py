@@ -42,6 +42,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             metavar="2,1",
             help="relative share of each rank; None: equal",
         )
+        action.add_argument(
+            "--hosts",
+            type=int,
+            default=1,
+            metavar="N",
+            help="that as many ranks each are on; keep pairs of experts on one host",
+        )
         action.add_argument("--output", "-o", required=True, metavar="FILE", help="where the placement is written")
         options.add_common_options(action)
         action.set_defaults(run=run, act=act)
@@ -50,9 +57,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Write the placement, and show the balance of each layer."""
     lines = args.act(args)
-    print("layer  max/mean before   after  changed slots")
+    print("layer  max/mean before   after  changed slots" + "  pairs on one host before   after" * (args.hosts > 1))
     for line in lines:
-        print(f"{line.layer:>5} {line.before:>16.3f} {line.after:>7.3f} {line.num_moves:>6} of {line.num_slots}")
+        pairs = "" if line.pairs_before is None else f"{line.pairs_before:>27.3f} {line.pairs_after:>7.3f}"
+        print(f"{line.layer:>5} {line.before:>16.3f} {line.after:>7.3f} {line.num_moves:>6} of {line.num_slots}{pairs}")
     return 0
 
 
@@ -64,7 +72,7 @@ def _place(args: argparse.Namespace) -> list[LayerBalance]:
     shares = ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size, tensor_parallel_shares=args.tensor_parallel_shares
     ).shares
-    return place_experts(args.load, args.num_redundant_experts, shares, args.output)
+    return place_experts(args.load, args.num_redundant_experts, shares, args.output, args.hosts)
 
 
 def _improve(args: argparse.Namespace) -> list[LayerBalance]:
@@ -77,4 +85,4 @@ def _improve(args: argparse.Namespace) -> list[LayerBalance]:
     shares = args.tensor_parallel_shares
     if shares is not None:
         shares = ParallelConfig(tensor_parallel_size=len(shares), tensor_parallel_shares=shares).shares
-    return improve_experts(args.load, args.placement, shares, args.limit, args.max_moves, args.output)
+    return improve_experts(args.load, args.placement, shares, args.limit, args.max_moves, args.output, args.hosts)

@@ -12,6 +12,10 @@ from quire.contracts.json_options import check_keys, parse_object
 
 if TYPE_CHECKING:
     from quire.contracts.config import EngineConfig
+    from quire.contracts.model_spec import MoeSpec
+
+FLOAT8_PAIRS = 32
+"""Mean number of (token, expert) pairs of an expert above which products of float8 experts take their inputs in float8."""
 
 EXPERT_PLACEMENTS = ("linear", "balanced")
 """Values of expert_placement that are not files."""
@@ -20,6 +24,16 @@ _MAX_STEPS = 10**12
 _LOSSY_RANGES = {"expert_capacity_factor": (1.0, 8.0), "expert_bias_rate": (1e-6, 0.05), "expert_min_share": (0.001, 1.0)}
 MAX_EXPERT_BIAS = 0.05
 """The largest absolute value of the biases of expert_bias_rate."""
+
+
+def is_float8_step(mlp: MoeSpec, num_tokens: int) -> bool:
+    """Return whether experts with float8 weights take inputs in float8 in a step of so many tokens on all ranks together."""
+    return num_tokens * mlp.top_k > FLOAT8_PAIRS * mlp.num_experts and not mlp.weighs_inputs
+
+
+def float8_row_bytes(width: int, group_size: int) -> int:
+    """Return the bytes of a row of float8 values followed by an f32 scale for each group of columns: a multiple of 16."""
+    return -(-(width + 4 * -(-width // group_size)) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""KvCompression: which blocks of its KV cache a request gives up. Lossy, and off unless a request asks for it."""
+"""KvCompression: which blocks of its KV cache a request gives up or does not read. Off unless a request asks for it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from typing import Any, Literal, cast, get_args
 
 from quire.base.errors import RequestError
 
-CompressionMethod = Literal["streaming", "key_norm", "snapkv", "adaptive"]
+CompressionMethod = Literal["streaming", "key_norm", "snapkv", "adaptive", "bounds"]
 METHODS: tuple[str, ...] = get_args(CompressionMethod)
 
 _OBSERVING = ("snapkv", "adaptive")
 """Methods that read the attention of the last tokens before the first eviction."""
 
+EXACT_GAP = 200.0
+"""A weight that is e^-200 of the highest is 0 in all kernels: it has at most two factors, each of which is 0 below e^-104."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCompression:
-    """How blocks are evicted from the KV cache of a request. Raises RequestError for the field kv_compression.
+    """How blocks are evicted from the KV cache of a request, or left unread. Raises RequestError for the field kv_compression.
 
     All layers and heads evict the same blocks, whole ones. The tokens up to the first eviction are computed with full
     attention. The first sink_tokens and the last recent_tokens are never evicted, rounded up to blocks.
 
     method             streaming: the oldest blocks (StreamingLLM). key_norm: the blocks with the largest mean norm of keys.
                        snapkv: the blocks that the last recent_tokens before the first eviction attend to least. adaptive: the
-                       same, as many as leave the share attention_mass of the attention
+                       same, as many as leave the share attention_mass of the attention. bounds: none; runs of 16 tokens are not
+                       read whose scores are, by bounds of them, more than gap below the highest score (Quest)
     budget_tokens      tokens that are kept; streaming and key_norm evict a block whenever there are more, snapkv once
     compression_ratio  in its place, of key_norm and snapkv: the share of the tokens that is evicted, once; 0 evicts nothing
     attention_mass     of adaptive, in (0, 1]
     sink_tokens        tokens at the start of the sequence that are kept
     recent_tokens      last tokens that are kept; with streaming all that the budget leaves are
-    after_tokens       the first eviction follows this token of the prompt; None: its last one
+    after_tokens       the first eviction follows this token of the prompt; None: its last one. bounds: later tokens skip runs
+    gap                of bounds, in units of natural logarithms; None: EXACT_GAP, with which the output has the same bits
     """
 
     method: CompressionMethod
@@ -41,6 +46,7 @@ class KvCompression:
     sink_tokens: int = 4
     recent_tokens: int = 32
     after_tokens: int | None = None
+    gap: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -56,19 +62,48 @@ class KvCompression:
         if mass is not None and not (_is_number(mass) and 0.0 < mass <= 1.0):
             raise _error("attention_mass", "must be a number > 0 and <= 1", mass)
         self._check_size()
+        self._check_gap()
 
     def _check_size(self) -> None:
         """Check that exactly one of the fields is given that say how much is kept, and that the method has it."""
         allowed = {
             "streaming": ("budget_tokens",),
             "adaptive": ("attention_mass",),
+            "bounds": (),
         }.get(self.method, ("budget_tokens", "compression_ratio"))
         given = [name for name in ("budget_tokens", "compression_ratio", "attention_mass") if getattr(self, name) is not None]
-        if len(given) != 1 or given[0] not in allowed:
+        if not self.evicts and given:
+            raise RequestError(
+                f"kv_compression: method 'bounds' evicts nothing: leave out {' and '.join(given)}", "kv_compression"
+            )
+        if self.evicts and (len(given) != 1 or given[0] not in allowed):
             raise RequestError(
                 f"kv_compression: method {self.method!r} needs {' or '.join(allowed)}, got {' and '.join(given) or 'neither'}",
                 "kv_compression",
             )
+
+    def _check_gap(self) -> None:
+        if self.evicts:
+            if self.gap is not None:
+                raise _error("gap", "is of method 'bounds' only: leave it out", self.gap)
+            return
+        if self.gap is None:
+            object.__setattr__(self, "gap", EXACT_GAP)
+        if not (_is_number(self.gap) and 0.0 < cast("float", self.gap) < math.inf):
+            raise _error("gap", "must be a number > 0", self.gap)
+        if (self.sink_tokens, self.recent_tokens) != (4, 32):
+            raise RequestError(
+                "kv_compression: method 'bounds' has no sink_tokens and recent_tokens: leave them out", "kv_compression"
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether blocks are evicted."""
+        return self.method != "bounds"
+
+    def exact_len(self, num_prompt_tokens: int) -> int | None:
+        """Return how many tokens have the keys and values of plain decoding if blocks are only left unread; None: all."""
+        return self.first_len(num_prompt_tokens) if self.gap is not None and self.gap < EXACT_GAP else None
 
     @property
     def observes_attention(self) -> bool:
@@ -78,7 +113,7 @@ class KvCompression:
     @property
     def needs_scores(self) -> bool:
         """Whether blocks are chosen by what the worker says of them, and not by their places."""
-        return self.method != "streaming"
+        return self.method not in ("streaming", "bounds")
 
     @property
     def is_continuing(self) -> bool:
@@ -107,6 +142,8 @@ class KvCompression:
             return f"{self.method}, {self.budget_tokens} tokens"
         if self.compression_ratio is not None:
             return f"{self.method}, ratio {self.compression_ratio:g}"
+        if self.gap is not None:
+            return f"{self.method}, gap {self.gap:g}"
         return f"{self.method}, mass {self.attention_mass:g}"
 
 

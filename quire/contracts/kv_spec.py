@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -130,16 +130,23 @@ class PoolDivision:
         return min(MAX_DEFAULT_BLOCKS, needed + num_more), min(MAX_DEFAULT_BLOCKS, num_window + num_more)
 
 
-def _entry_shape(attention: AttentionSpec, block_size: int) -> tuple[int, int]:
-    """Return the shape that has room for the entries of a block, "k" for these, "v" for those of the indexer, or in "k" for the
-    keys of a block indexer."""
-    if attention.block_indexer is not None:
-        return 1, attention.block_indexer.head_dim
-    compression = attention.compression
-    if compression is None:
-        return 0, 0
-    num_values = compression.entries_per_block(block_size) * compression.entry_size(attention.head_dim)
-    return 1, -(-num_values // block_size)
+def _entry_caches(attentions: Sequence[AttentionSpec], block_size: int) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """Return the shapes that have room for the entries of a block in each layer, and KvSpec.value_sizes.
+
+    K of an entry cache has the entries, or the keys of a block indexer, V the entries of the indexer. V of a layer with
+    compression has the gates of what entries are made of; where key and value are one row there is nothing else in it.
+    """
+    own = [one.cached_size - one.head_dim if one.shared_kv is not None else one.cached_size for one in attentions]
+    shapes, values = list[tuple[int, int]](), list[int]()
+    for one in attentions:
+        compression, keys = one.compression, one.block_indexer
+        indexer = None if compression is None else compression.indexer
+        sizes = one.head_dim, 0 if indexer is None else indexer.head_dim
+        count = 0 if compression is None else compression.entries_per_block(block_size)
+        size, num_values = (-(-count * size // block_size) for size in sizes)
+        shapes.append((1, keys.head_dim) if keys is not None else (min(1, size), size))
+        values.append(num_values)
+    return shapes, (*own, *values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,7 @@ class KvSpec:
     is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
     index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
                   `dtype`; empty if there is none
+    value_sizes   of each of layer_shapes, the size of a row of V where layers have entries; otherwise it is that of K
     """
 
     block_size: int
@@ -172,14 +180,17 @@ class KvSpec:
     layer_dtypes: tuple[KvDtype, ...] = ()
     is_joined: bool = False
     index_dims: tuple[int, ...] = ()
+    value_sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape that a model needs; limits_windows: with a window group, if a layer has a window."""
         attentions = [layer.attention for layer in spec.layers]
         shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.cached_size) for one in attentions)
+        value_sizes: tuple[int, ...] = ()
         if any(one.compression is not None or one.block_indexer is not None for one in attentions):
-            shapes += tuple(_entry_shape(one, block_size) for one in attentions)
+            entries, value_sizes = _entry_caches(attentions, block_size)
+            shapes += tuple(entries)
         joined = {one.latent is not None for one in attentions if one.num_kv_heads}
         if len(joined) > 1:
             raise InvariantError("a model has latent attention in some layers and keys apart from values in others")
@@ -189,8 +200,8 @@ class KvSpec:
                 found, state_shapes=tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers)
             )
         latent = [one.latent for one in attentions]
-        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
-        found = replace(found, index_dims=index_dims) if any(index_dims) else found
+        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
+        found = replace(found, index_dims=index_dims if any(index_dims) else (), value_sizes=value_sizes)
         return found._with_windows(spec) if limits_windows else found
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
@@ -212,6 +223,7 @@ class KvSpec:
             is_windowed=self.is_windowed[first:last],
             layer_dtypes=self.layer_dtypes[first:last],
             index_dims=self.index_dims[first:last],
+            value_sizes=self.value_sizes[first:last],
         )
 
     def with_layers(self, layers: Collection[int], dtype: KvDtype) -> KvSpec:
@@ -241,15 +253,26 @@ class KvSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        return sum(map(self._token_bytes, range(len(self.layer_shapes))))
+        return sum(map(self.layer_bytes_per_token, range(len(self.layer_shapes))))
 
-    def _token_bytes(self, layer: int) -> int:
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, or of its part; layer_shapes has entries as well."""
+        return len(self.layer_shapes) // 2 if self.value_sizes else len(self.layer_shapes)
+
+    def value_size(self, layer: int) -> int:
+        """Return the values of a head of V of a token, or of the indexer's key that is in its place; 0: there are none."""
+        if self.is_joined:
+            return self.index_dims[layer] if self.index_dims else 0
+        return self.value_sizes[layer] if self.value_sizes else self.layer_shapes[layer][1]
+
+    def layer_bytes_per_token(self, layer: int) -> int:
+        """Return the bytes of one token in one of layer_shapes."""
         (heads, dim), dtype = self.layer_shapes[layer], self.dtype_of(layer)
         bits, scale_bytes = (QUANTIZED_KV_BITS[dtype], _SCALE_BYTES) if dtype in QUANTIZED_KV_BITS else (None, 0)
         bits = bits or (8 * DTYPE_BYTES[dtype],) * 2
-        index_bytes = self.index_dims[layer] * bits[0] // 8 if self.index_dims else 0
-        widths = bits[:1] if self.is_joined else bits
-        return index_bytes + sum(heads * (dim * width // 8 + scale_bytes) for width in widths)
+        sizes = zip((dim, self.value_size(layer)), bits, strict=True)
+        return heads * sum(size * width // 8 + scale_bytes for size, width in sizes if size)
 
     @property
     def bytes_per_block(self) -> int:
@@ -265,7 +288,7 @@ class KvSpec:
     def window_bytes_per_block(self) -> int:
         """Bytes of one block over the layers of the window group."""
         layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
-        return sum(map(self._token_bytes, layers)) * self.block_size
+        return sum(map(self.layer_bytes_per_token, layers)) * self.block_size
 
     def block_arrays(self) -> list[tuple[str, int, int]]:
         """Return the arrays of a block on the CPU, in the order of KvPool.arrays: "k", "v" or a scale of them, the layer, and
@@ -276,12 +299,10 @@ class KvSpec:
             for layer, (heads, dim) in enumerate(self.layer_shapes):
                 dtype = self.dtype_of(layer)
                 bits = QUANTIZED_KV_BITS[dtype][place] if dtype in QUANTIZED_KV_BITS else 8 * DTYPE_BYTES[dtype]
-                size = self.index_dims[layer] if place == 1 and self.index_dims else dim
-                if place == 1 and self.is_joined and not self.index_dims:
-                    continue
-                if heads > 0:
+                size = self.value_size(layer) if place == 1 else dim
+                if heads * size > 0:
                     rows.append((name, layer, self.block_size * size * bits // 8))
-                if heads > 0 and dtype in QUANTIZED_KV_BITS:
+                if heads * size > 0 and dtype in QUANTIZED_KV_BITS:
                     scales.append((f"{name}_scale", layer, self.block_size * _SCALE_BYTES))
         return rows + sorted(scales, key=lambda scale: (scale[1], scale[0]))
 

@@ -7,13 +7,13 @@ from typing import Any, cast
 from quire.base.errors import ConfigError, QuireError
 
 Choices = tuple[tuple[int, ...], ...]
-"""Paths, none before its beginning: (2, 0) is the second head's likeliest token behind the third likeliest of the first."""
+"""Paths, each after its beginning: (2, 0) is the most likely token of head 2 after the third most likely one of head 1."""
 
 _MAX_RANK = 64
 
 
 def read_choices(value: object, where: str, most: int, error: type[QuireError] = ConfigError) -> Choices:
-    """Return the paths of a list of lists in their order, but each behind its beginning. Raises `error`.
+    """Return the paths of a list of lists in their order, but each after its beginning. Raises `error`.
 
     where  what the list stands in
     most   paths that there may be

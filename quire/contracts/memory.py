@@ -51,7 +51,7 @@ class MemoryPlan:
 
     available_bytes   free memory when the plan was made
     weight_bytes      of all parameters, in the dtype they are run in
-    activation_bytes  estimated peak of one full step, beside weights and KV
+    activation_bytes  estimated peak of one full step, without weights and KV
     kv                shape of the cache; its pool has num_kv_blocks blocks
     num_window_blocks of the pool of its window group; 0: there is no such group
     num_states        recurrent states that are held next to it, num_state_checkpoints of them for prefixes; 0: there are none
@@ -192,7 +192,7 @@ class MemoryPlan:
         if self.kv.window_tokens is None:
             return ()
         return (
-            f"windows     {self.num_window_blocks:,} blocks for {sum(self.kv.is_windowed)} of {len(self.kv.is_windowed)} "
+            f"windows     {self.num_window_blocks:,} blocks for {sum(self.kv.is_windowed)} of {self.kv.num_layers} "
             f"layers, which keep the last {self.kv.window_tokens:,} tokens; with all tokens in all layers "
             f"{self.num_unlimited_sequences:.1f} sequences would fit",
         )

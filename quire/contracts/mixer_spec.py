@@ -175,4 +175,30 @@ class Mamba1Spec:
         )
 
 
-MixerSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec | Mamba1Spec
+@dataclass(frozen=True, slots=True)
+class LightningSpec:
+    """Lightning attention (https://arxiv.org/abs/2401.04658), as MiniMax-Text-01 has it.
+
+    One matrix projects the input to q, k and v of each head in turn, which pass SiLU. The state S [heads, head_dim, head_dim]
+    becomes decay * S + k v^T, and the output is S^T q, normalised over all heads and gated by the sigmoid of z.
+
+    decays    of each head
+    norm_eps  of the norm of the output
+    """
+
+    head_dim: int
+    decays: tuple[float, ...]
+    norm_eps: float
+
+    @property
+    def channels(self) -> int:
+        """Values of the output."""
+        return len(self.decays) * self.head_dim
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What the state consists of: S."""
+        return (StateShape((len(self.decays), self.head_dim, self.head_dim), is_f32=True),)
+
+
+MixerSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec | Mamba1Spec | LightningSpec

@@ -85,6 +85,7 @@ class IndexerSpec:
 
     norm            of keys, a layer norm with bias
     is_interleaved  how the first values of its heads are rotated, as in LatentSpec
+    is_shared       queries attend to the keys that the last indexer before it has chosen: the layer has none (GLM-5.2)
     """
 
     num_heads: int
@@ -92,6 +93,12 @@ class IndexerSpec:
     top_k: int
     norm: NormSpec
     is_interleaved: bool = False
+    is_shared: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """The values that are cached of a token."""
+        return 0 if self.is_shared else self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,7 @@ class AttentionSpec:
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     alibi_slopes   of each head, what a score loses for each token between query and key (ALiBi, https://arxiv.org/abs/2108.12409);
                    empty: nothing
+    alibi_scale    None: that; otherwise scores gain the slope times the key's position, both of 8 bits, times this (Falcon)
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
     is_v_from_k    values are what k projects, before norm and rotation (Gemma 4): there is no v
@@ -177,6 +185,7 @@ class AttentionSpec:
     clip_qkv: float | None = None
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] = ()
+    alibi_scale: float | None = None
     is_softmax_f32: bool = True
     has_sinks: bool = False
     is_v_from_k: bool = False
@@ -190,6 +199,12 @@ class AttentionSpec:
     block_indexer: BlockIndexerSpec | None = None
     v_dim: int | None = None
     v_scale: float = 1.0
+
+    @property
+    def reads_other_layer(self) -> bool:
+        """Whether it reads the cached keys and values of an earlier layer, or which keys that has chosen."""
+        indexer = None if self.latent is None else self.latent.indexer
+        return self.kv_source is not None or (indexer is not None and indexer.is_shared)
 
     @property
     def compression(self) -> CompressionSpec | None:
@@ -454,6 +469,8 @@ class LayerSpec:
     altup        the same in all layers of a model; None: there is one residual stream
     attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
                  (Falcon-H1)
+    kept         what a block reads, times these (of attention or the mixer, and of mlp), is the residual after it (MiniMax);
+                 None: the residual is as it was
     shared_block  attention and mlp are a block before the mixer; None: they are not
     hyper        the same in all layers of a model; None: there is one residual stream
     """
@@ -476,6 +493,7 @@ class LayerSpec:
     mixer_out_scale: float = 1.0
     shared_block: SharedBlockSpec | None = None
     hyper: HyperSpec | None = None
+    kept: tuple[float, float] | None = None
 
     @property
     def is_mlp_only(self) -> bool:

@@ -83,7 +83,7 @@ class SamplingParams:
     allowed_token_ids    when given, no other token can be sampled
     bad_words            texts that the output never contains, however they are cut into tokens (white space before one aside)
     stop                 strings that end the output, which is cut before them (after, with include_stop_str_in_output)
-    stop_token_ids       tokens that end the output, beside the model's own end-of-sequence tokens
+    stop_token_ids       tokens that end the output, in addition to the model's own end-of-sequence tokens
     ignore_eos           do not end at the model's end-of-sequence tokens
     max_tokens           output tokens at most; None: until the model's length is reached
     min_tokens           no end-of-sequence or stop before this many output tokens; an output that a constraint has completed,
@@ -191,7 +191,7 @@ class SamplingParams:
         if self.kv_compression is None:
             return
         object.__setattr__(self, "kv_compression", as_kv_compression(self.kv_compression))
-        if self.num_sequences > 1:
+        if self.num_sequences > 1 and self.kv_compression.evicts:
             raise RequestError(
                 f"kv_compression needs one choice, whose blocks no other choice reads: n and best_of must be 1, got "
                 f"{self.num_sequences}",

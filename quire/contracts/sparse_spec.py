@@ -41,10 +41,6 @@ class CompressionSpec:
         """Return the most entries whose last tokens lie in one block, which holds them."""
         return -(-block_size // self.rate)
 
-    def entry_size(self, head_dim: int) -> int:
-        """Return the values of an entry, or of the indexer's, whichever is larger."""
-        return head_dim if self.indexer is None else max(head_dim, self.indexer.head_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class SharedKvSpec:
@@ -56,7 +52,7 @@ class SharedKvSpec:
 
     q_rank       size of the latent row that queries are made of
     norm         of latent rows, queries and rows
-    compression  what is attended to beside the window; None: nothing
+    compression  what is attended to in addition to the window; None: nothing
     """
 
     q_rank: int

@@ -53,7 +53,7 @@ class SpeculativeConfig:
     method                  "ngram": what followed the last tokens where they stood before in the request; "suffix": likewise by
                             vote of all places, in the request and in past responses of its cache_salt; "draft_model": a
                             smaller model with the same vocabulary; "lookahead": guesses that the model itself improves from
-                            step to step beside its tokens; "self": the model without some of its layers; "eagle", "eagle3",
+                            step to step next to its tokens; "self": the model without some of its layers; "eagle", "eagle3",
                             "medusa": a head that was trained for the model; "mtp" or "deepseek_mtp": its layer for multi-token
                             prediction. None, where a model is given: what its folder holds, a head of one of these kinds, or
                             "draft_model". Several, in a list: what they draft is merged into one tree
@@ -87,7 +87,7 @@ class SpeculativeConfig:
     lookahead_ngram         of "lookahead": tokens of the runs that are collected, the first one included
     lookahead_guesses       of "lookahead": runs that are verified in a step at most. All in all a sequence has
                             (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) drafts
-    draft_top_k             of heads: tokens that are tried behind each token. 1, or None: a chain; more: a tree, of which the
+    draft_top_k             of heads: tokens that are tried after each token. 1, or None: a chain; more: a tree, of which the
                             num_speculative_tokens likeliest tokens are drafted. "eagle", "eagle3" and "mtp" grow it level by
                             level, from as many tokens of each at most (EAGLE-2). Elsewhere speculative_eagle_topk
     draft_depth             of heads: levels of a tree, or tokens of a chain, at most; None: all of "medusa", 5 of the others'
@@ -320,7 +320,7 @@ class SpeculativeConfig:
 
     @property
     def top_k(self) -> int:
-        """Tokens that a head tries behind each token; never None."""
+        """Tokens that a head tries after each token; never None."""
         return self.draft_top_k or 1
 
     def model_of(self, method: str) -> str | None:

@@ -57,7 +57,7 @@ class StepPlan:
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
     block_copies          (source, target) blocks to copy before anything is written
     ended                 sequences to forget, finished or preempted; applied first
-    num_draft_slots       sequence -> drafts that it may compute behind its last known token, which this step computes; its
+    num_draft_slots       sequence -> drafts that it may compute after its last known token, which this step computes; its
                           blocks have room for them
     state_saves           sequence -> (number of its tokens, checkpoint) of recurrent states to keep: the state after so many
                           tokens, of which this step computes the last. Starts read their checkpoints before any is written
@@ -126,6 +126,7 @@ class StepResult:
     mask_ready       sequences that were in mask_pending of an earlier step, and are to be in plans again
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
     block_scores     sequence -> score of each of its scored_blocks of the plan; the lowest are evicted first
+    run_counts       runs of keys that all steps so far might have skipped by bounds, and those that they have; None: as before
     is_failed        the step failed as a whole: whether its pages were saved and loaded is not known
     moved_steps      steps, perhaps earlier ones, whose page_saves and page_loads have been made since the last result; None:
                      those of this step, and it waited for them
@@ -146,6 +147,7 @@ class StepResult:
     is_failed: bool = False
     block_scores: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
     moved_steps: tuple[int, ...] | None = None
+    run_counts: tuple[int, int] | None = None
 
     @property
     def done_moves(self) -> tuple[int, ...]:
@@ -156,7 +158,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes step plans; one process or many behind it."""
+    """Executes step plans, in one process or several."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Plans must come in order and none may be left out. Raises WorkerError."""
@@ -186,7 +188,7 @@ class AheadRunner(Runner, Protocol):
     """A runner whose steps run while its caller goes on: execute(plan) is launch(plan).collect()."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step, behind one that is not collected at most; plans come in order, see execute. Raises WorkerError."""
+        """Start a step, after at most one that is not collected; plans come in order, see execute. Raises WorkerError."""
         ...
 
 

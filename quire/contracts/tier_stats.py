@@ -22,12 +22,14 @@ class TierStats:
     num_damaged   pages that were found with other bytes than their checksum says
     num_declined  requests whose pages were there, but slower to load than to compute
     num_late      requests that went on before all their pages were read
+    num_errors    unexpected errors: what they ended was done without the tier
     outcomes      of the tier "peer": how many KV transfers ended so; of a decode engine also how many prompts were computed
                   without one, by the reason
     peer_transfers  of a decode engine: transfers that gave pages, by the address of the prefill engine
     peer_waits_s  of a decode engine: the expected seconds of the work that waits at a prefill engine, by its address; without
                   those that have just failed
-    problems      of the tier "peer" of a decode engine: why the last transfer from a prefill engine failed, by its address
+    problems      of the tier "peer" of a decode engine: why the last transfer from a prefill engine failed, by its address; of
+                  the tier "disk": why it is not read or written now, and the last unexpected error
     """
 
     tier: str
@@ -45,6 +47,7 @@ class TierStats:
     num_damaged: int = 0
     num_declined: int = 0
     num_late: int = 0
+    num_errors: int = 0
     outcomes: dict[str, int] = field(default_factory=dict[str, int])
     problems: dict[str, str] = field(default_factory=dict[str, str])
     peer_transfers: dict[str, int] = field(default_factory=dict[str, int])

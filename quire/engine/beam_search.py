@@ -24,7 +24,7 @@ from quire.text.detokenizer import IncrementalDetokenizer
 logger = get_logger(__name__)
 
 
-class _Told(NamedTuple):
+class _TokenResult(NamedTuple):
     """A result for a hypothesis: the next token, and the log probabilities of all possible tokens."""
 
     token_id: int
@@ -39,7 +39,7 @@ class _Beam:
     token_ids: tuple[int, ...]
     logprob: float = 0.0
     matcher: GrammarMatcher | None = None
-    told: Sequence[_Told] = ()
+    results: Sequence[_TokenResult] = ()
 
     def num_forced(self, most: int) -> int:
         """Return how many tokens its grammar forces next, at most `limit`."""
@@ -51,8 +51,8 @@ class _Beam:
         error = None if matcher is None else matcher.advance(token_id)
         if error is not None:
             raise InvariantError(f"a token of the mask does not fit: {error}")
-        told = self.told[1:] if self.told and self.told[0].token_id == token_id else ()
-        return _Beam((*self.token_ids, token_id), logprob, matcher, told)
+        results = self.results[1:] if self.results and self.results[0].token_id == token_id else ()
+        return _Beam((*self.token_ids, token_id), logprob, matcher, results)
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class BeamSearch:
             _next_steps(search, index, beam, params, 1 + beam.num_forced(num_left - 1))
             for search in searches
             for index, beam in enumerate(search.live)
-            if not beam.told
+            if not beam.results
         ]
         outputs = iter(self._run_steps(asked) if asked else ())
         for search in searches:
@@ -124,14 +124,14 @@ class BeamSearch:
             errors: list[RequestError] = []
             for known in search.live:
                 beam = known
-                if not known.told:
+                if not known.results:
                     output = next(outputs)
-                    beam = replace(known, told=_told(output))
-                    if not beam.told:
+                    beam = replace(known, results=_token_results(output))
+                    if not beam.results:
                         if output.error is not None:
                             errors.append(RequestError(output.error, output.error_param or "prompt"))
                         continue
-                for token_id, entry in beam.told[0].entries.items():
+                for token_id, entry in beam.results[0].entries.items():
                     if token_id in eos:
                         search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
                     else:
@@ -166,12 +166,12 @@ def _first_beam(request: Request) -> _Beam:
     return _Beam(request.prompt_token_ids, matcher=None if request.grammar is None else request.grammar.new_matcher())
 
 
-def _told(output: RequestOutput) -> tuple[_Told, ...]:
+def _token_results(output: RequestOutput) -> tuple[_TokenResult, ...]:
     """Return the results of a request, for all tokens before it ended or failed."""
     if not output.outputs:
         return ()
     found = output.outputs[0]
-    return tuple(map(_Told, found.token_ids, found.logprobs or ()))
+    return tuple(map(_TokenResult, found.token_ids, found.logprobs or ()))
 
 
 def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchParams, count: int) -> Request:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.base.ids import RequestId
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.request import Request
@@ -46,7 +46,7 @@ _RETRY = 1.05
 _CLOSE_S = 5.0
 """How long `close` waits for the thread, which may be in the middle of a read or a write."""
 _TOUCH_S = 2.0
-"""Uses of pages are told to the index together, after so long: it then writes, and sometimes syncs, and look-ups wait."""
+"""Interval at which uses of pages are written to the index, together: it may sync then, and look-ups wait."""
 _WRITE_BYTES = 4 << 20
 """Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
@@ -111,9 +111,11 @@ class DiskTier:
         self._touched: dict[int, float] = {}  # keys of pages that were used, and how much longer each is to be kept
         self._touch_at_s = 0.0
         self._wake, self._is_news = threading.Condition(), threading.Event()
-        self._is_closing = self._is_broken = self._is_warned = False
+        self._is_closing = self._is_broken = False
+        self._problems: dict[str, str] = {}  # why nothing is read or written now
+        self._errors = UnexpectedErrors(logger)
         self._paused_until_s = 0.0
-        self._bytes_per_s: float | None = None
+        self.bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
         self.stats.num_pages, self.stats.num_bytes = store.usage()
@@ -169,12 +171,15 @@ class DiskTier:
         load = self._loads.pop(RequestId(request_id), None)
         if load is None:
             return False
-        self._let_go(load, 0)
+        self._release_slots(load, 0)
         return True
 
     def tier_stats(self) -> TierStats:
         """Return what the tier holds and has done."""
         stats, page_bytes = self.stats, self._slab.page_bytes
+        problems = dict(self._problems)
+        if self._errors.last:
+            problems["error"] = self._errors.last
         return TierStats(
             tier="disk",
             num_pages=stats.num_pages,
@@ -191,6 +196,8 @@ class DiskTier:
             num_damaged=self._store.num_damaged,
             num_declined=stats.num_declined,
             num_late=stats.num_late,
+            num_errors=self._errors.count,
+            problems=problems,
         )
 
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
@@ -251,10 +258,10 @@ class DiskTier:
             if now < load.deadline_s:
                 return False
             self.stats.num_late += 1
-            self._let_go(load, 0)
+            self._release_slots(load, 0)
             return True
         if not load.slots:
-            if not load.found or not self._pays(len(load.found), load.num_blocks):
+            if not load.found or not self._is_reading_faster(len(load.found), load.num_blocks):
                 return True
             load.slots = self._tier.reserve(len(load.found))
             if load.missing.num_state_pages and len(load.slots) < len(load.found):  # the state is last
@@ -262,7 +269,7 @@ class DiskTier:
                 load.slots = []
             if not load.slots:
                 return True
-            expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
+            expected_s = len(load.slots) * self._slab.page_bytes / self.bytes_per_s if self.bytes_per_s else 1.0
             load.deadline_s = now + max(_MIN_WAIT_S, _PATIENCE * expected_s)
             self._submit(lambda: self._read(load))
             return False
@@ -274,7 +281,7 @@ class DiskTier:
         self.stats.num_read += done
         self.stats.num_late += not load.is_read
         self._tier.hold(load.request.request_id, load.slots[:done])
-        self._let_go(load, done)
+        self._release_slots(load, done)
         return True
 
     def _computing_s(self, num_blocks: int) -> float:
@@ -282,7 +289,7 @@ class DiskTier:
         num_tokens = num_blocks * self._scheduler.config.block_size
         return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
 
-    def _let_go(self, load: _Load, first: int) -> None:
+    def _release_slots(self, load: _Load, first: int) -> None:
         """Give back the slots of a load from `first` on, when nothing is read into them any more."""
         load.is_cancelled = True
         load.slots = load.slots[first:]
@@ -291,15 +298,15 @@ class DiskTier:
         elif load.slots:
             self._abandoned.append(load)
 
-    def _pays(self, num_pages: int, num_blocks: int) -> bool:
+    def _is_reading_faster(self, num_pages: int, num_blocks: int) -> bool:
         """Return whether reading pages is expected to be faster than computing the tokens of the blocks that they spare."""
-        if self._bytes_per_s is None or self._tokens_per_s is None:
+        if self.bytes_per_s is None or self._tokens_per_s is None:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
-        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
+        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self.bytes_per_s
         if read_s < _MAX_SHARE * self._computing_s(num_blocks):
             return True
-        self._bytes_per_s *= _RETRY
+        self.bytes_per_s *= _RETRY
         self.stats.num_declined += 1
         return False
 
@@ -336,6 +343,8 @@ class DiskTier:
                     found, load.num_blocks = load.missing.choose(self._store.find)
             except (OSError, sqlite3.Error) as error:
                 self._break(error)
+            except Exception as error:  # noqa: BLE001 - the request is computed
+                self._errors.note("a look-up of the disk tier", error, f"request {load.request.request_id}")
             finally:
                 load.found = found
 
@@ -350,11 +359,13 @@ class DiskTier:
             self._touch_later(dict.fromkeys(keys[: load.done], 0.0))
         except (OSError, sqlite3.Error) as error:
             self._break(error)
+        except Exception as error:  # noqa: BLE001 - what was not read is computed
+            self._errors.note("a reading of the disk tier", error, f"page {keys[min(load.done, len(keys) - 1)]:032x}")
         finally:
             duration_s = time.monotonic() - started_s
             self.stats.read_s += duration_s
             if load.done and duration_s > 0:
-                self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
+                self.bytes_per_s = _blend(self.bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
     def _touch_later(self, uses: Mapping[int, float]) -> None:
@@ -374,6 +385,8 @@ class DiskTier:
             self._store.touch(uses)
         except (OSError, sqlite3.Error) as error:
             self._pause(error)
+        except Exception as error:  # noqa: BLE001 - the pages are only replaced earlier
+            self._errors.note("a noting of uses of the disk tier", error)
 
     def _write(self, pages: list[tuple[int, int, float]]) -> None:
         started_s = time.monotonic()
@@ -385,26 +398,30 @@ class DiskTier:
                     [(key, self._slab.page(slot)) for key, slot, _ in pages], {key: keep_s for key, _, keep_s in pages}
                 )
                 self.stats.num_pages, self.stats.num_bytes = self._store.usage()
-                self._is_warned = False
+                self._problems.pop("write", None)
         except (OSError, sqlite3.Error) as error:
             self.stats.num_not_written += len(pages)
             self._pause(error)
+        except Exception as error:  # noqa: BLE001 - the pages are not written
+            self.stats.num_not_written += len(pages)
+            self._errors.note("a writing of the disk tier", error, f"page {pages[0][0]:032x} and those after it")
         finally:
             self.stats.write_s += time.monotonic() - started_s
             self._written.append([slot for _, slot, _ in pages])
 
     def _pause(self, error: Exception) -> None:
-        """Write nothing for a while. That is told once, until something could be written again."""
+        """Write nothing for a while. A warning is logged once, until something could be written again."""
         self._paused_until_s = time.monotonic() + _PAUSE_S
-        if not self._is_warned:
-            self._is_warned = True
+        if "write" not in self._problems:
             logger.warning(
                 "the disk tier %s cannot be written, which is tried again every %d s: %s", self._store.folder, _PAUSE_S, error
             )
+        self._problems["write"] = f"it cannot be written: {error}"
 
     def _break(self, error: Exception) -> None:
         if not self._is_broken:
             logger.warning("the disk tier %s cannot be read, and is not used any more: %s", self._store.folder, error)
+            self._problems["read"] = f"it cannot be read, and is not used any more: {error}"
         self._is_broken = True
 
 

@@ -40,7 +40,7 @@ class TransferOptions:
 
 
 def read_transfer_options(config: EngineConfig) -> TransferOptions:
-    """Return what a configuration says of KV transfer, before the model is loaded. Raises ConfigError."""
+    """Return the KV transfer settings of a configuration, before the model is loaded. Raises ConfigError."""
     if config.kv_transfer_backend == "nixl":
         check_nixl()
     has_secret, text = config.transfer_secret_file is not None, config.prefill_listen

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.contracts.config import EngineConfig
-from quire.worker.parallel_launch import failures_told, serve_as_worker
+from quire.worker.parallel_launch import failures_reported, serve_as_worker
 
-__all__ = ["exit_if_worker", "failures_told"]
+__all__ = ["exit_if_worker", "failures_reported"]
 
 
 def exit_if_worker(config: EngineConfig, health_address: tuple[str, int] | None = None) -> None:

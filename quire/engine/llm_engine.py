@@ -30,7 +30,7 @@ from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.engine_stats import EngineStats
 from quire.engine.interrupts import Interrupts
 from quire.engine.kv_transfer import open_transfer, read_transfer_options
-from quire.engine.launched import exit_if_worker, failures_told
+from quire.engine.launched import exit_if_worker, failures_reported
 from quire.engine.loading import load_runner_and_tokenizer, vocabulary_of
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.replica_setup import replica_setups
@@ -81,7 +81,7 @@ class LLMEngine:
                 "serve` and `quire batch run`; elsewhere leave data_parallel_size at 1"
             )
         exit_if_worker(config)
-        with failures_told(config):
+        with failures_reported(config):
             config = settle_drafts(replica_setups(config)[0].config)
             transfer_options = read_transfer_options(config)
             runner, report, tokenizer = load_runner_and_tokenizer(config)
@@ -92,13 +92,13 @@ class LLMEngine:
         self.windows = tuple(dict.fromkeys(layer.attention.window for layer in report.spec.layers))
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(make_scheduler_config(config, report))
-        self._held_runner = SleepingRunner(config, runner, report)
+        self.held_runner = SleepingRunner(config, runner, report)
         self._wanted_sleep: SleepLevel | None = None
-        self._steps = StepLoop(
+        self.step_loop = StepLoop(
             self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False, windows=self.windows
         )
         self._factory = RequestFactory(RequestRules.of(report, config), tokenizer)
-        self._streams: dict[str, OutputStream | EmbeddingStream] = {}
+        self.streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: vocabulary_of(tokenizer, report.spec.vocab_size))
         self._compiling = CompilingRequests()
         self._adapters = AdapterRegistry(runner.adapters, config.max_loras)
@@ -110,23 +110,23 @@ class LLMEngine:
             runner.close()
             raise
         self.prefill, self.remote_prefill = self.transfer.prefill, self.transfer.remote
-        self._disk = open_disk_tier(config, report, runner.host_slab, self.scheduler)
+        self.disk_tier = open_disk_tier(config, report, runner.host_slab, self.scheduler)
         self._step_started_s = 0.0
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
         self.interrupts = Interrupts()
-        held = self._held_runner
+        held = self.held_runner
         self.stats = EngineStats(read_ranks=held.rank_stats, read_tiers=self._tier_stats, read_experts=held.expert_stats)
 
     @property
     def is_recording(self) -> bool:
         """Whether last_step is wanted."""
-        return self._steps.is_recording
+        return self.step_loop.is_recording
 
     @is_recording.setter
     def is_recording(self, is_wanted: bool) -> None:
-        self._steps.is_recording = is_wanted
+        self.step_loop.is_recording = is_wanted
 
     @property
     def records_timelines(self) -> bool:
@@ -143,7 +143,7 @@ class LLMEngine:
     @property
     def last_step(self) -> StepRecord | None:
         """The last step that was committed; None if none is recorded."""
-        return self._steps.last_step
+        return self.step_loop.last_step
 
     def prompt_limit(self, params: PoolingParams) -> int | None:
         """Return how many tokens of a prompt truncate_prompt_tokens keeps, None: all. Raises RequestError."""
@@ -212,7 +212,7 @@ class LLMEngine:
         if self._wanted_sleep is not None or self.is_sleeping:
             raise WorkerError("the engine is asleep: call wake_up (POST /wake_up) first")
         is_pooled = request.pooling is not None
-        if request.request_id in self._streams:
+        if request.request_id in self.streams:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
         check_servable(request, self.scheduler.config)
         compilation = self.start_compilation(request)
@@ -227,7 +227,7 @@ class LLMEngine:
             else:
                 self._compiling.add(request, compilation)
                 self._note_hold(request, "compile")
-            self._streams[request.request_id] = stream
+            self.streams[request.request_id] = stream
 
     def _add(self, request: Request) -> None:
         """Pass a request to the scheduler, or hold it until its adapter has room, and its pages are read from the disk tier or
@@ -237,7 +237,7 @@ class LLMEngine:
             if admitted is None:
                 return
             request = admitted
-        if self._disk is not None and self._disk.begin(request):
+        if self.disk_tier is not None and self.disk_tier.begin(request):
             self._note_hold(request, "disk_read")
         else:
             self._add_read(request)
@@ -291,16 +291,16 @@ class LLMEngine:
             or self._is_loading
             or self._adapters.has_waiting
             or (self.prefill is not None and self.prefill.has_work)
-            or not self._steps.is_drained
+            or not self.step_loop.is_drained
         )
 
     @property
     def _is_loading(self) -> bool:
-        return bool(self._disk) or bool(self.remote_prefill)
+        return bool(self.disk_tier) or bool(self.remote_prefill)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self.streams)
 
     def step(self) -> list[EngineOutput]:
         """Run one step and return the outputs of its requests, each in its output_kind.
@@ -321,16 +321,16 @@ class LLMEngine:
     @property
     def is_sleeping(self) -> bool:
         """Whether the engine is asleep."""
-        return self._held_runner.level is not None
+        return self.held_runner.level is not None
 
     @property
     def sleep_level(self) -> SleepLevel | None:
         """The level of the engine's sleep; None: it is awake."""
-        return self._held_runner.level
+        return self.held_runner.level
 
     def check_sleep(self, level: SleepLevel) -> None:
         """Raise UnsupportedError if this engine cannot sleep at a level."""
-        self._held_runner.check(level)
+        self.held_runner.check(level)
 
     def begin_sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Take no more requests, and fall asleep when none is left; `step` has to be called until is_sleeping is True.
@@ -344,12 +344,12 @@ class LLMEngine:
         higher one. Raises RequestError for other arguments, and UnsupportedError if this engine cannot sleep so.
         """
         wanted, how = check_sleep_arguments(level, mode)
-        self._held_runner.check(wanted)
-        if wanted <= (self._held_runner.level or 0):
+        self.held_runner.check(wanted)
+        if wanted <= (self.held_runner.level or 0):
             return
         self._wanted_sleep = wanted
         if how == "abort":
-            for request_id in list(self._streams):
+            for request_id in list(self.streams):
                 output = self.abort_request(request_id)
                 if output is not None:
                     self._undelivered.append(output)
@@ -357,20 +357,20 @@ class LLMEngine:
     @property
     def runner(self) -> EngineRunner:
         """What runs the steps. Raises ConfigError while the engine is asleep."""
-        return self._held_runner.loaded
+        return self.held_runner.loaded
 
     def _fall_asleep(self, level: SleepLevel) -> None:
         self._wanted_sleep = None
         if not self.is_sleeping:
             while self.save_pages():
                 pass
-            self._steps.move_pages()
+            self.step_loop.move_pages()
             self.scheduler.reset_cache()
         if level == 2:
-            self._steps.use_runner(None)
+            self.step_loop.use_runner(None)
             self._adapters = AdapterRegistry(None, self.config.max_loras)
         with self.interrupts.deferred():
-            self._held_runner.sleep(level)
+            self.held_runner.sleep(level)
 
     def wake_up(self) -> None:
         """Load what sleeping released, and take requests again. Without an effect while the engine is awake.
@@ -379,9 +379,9 @@ class LLMEngine:
         """
         self._wanted_sleep = None
         with self.interrupts.deferred():
-            if self._held_runner.wake_up():
+            if self.held_runner.wake_up():
                 self.scheduler.forget_ended()
-                self._steps.use_runner(self.runner)
+                self.step_loop.use_runner(self.runner)
                 self._adapters = AdapterRegistry(self.runner.adapters, self.config.max_loras)
 
     def _step(self) -> None:
@@ -391,10 +391,10 @@ class LLMEngine:
         if self.prefill is not None:
             self.prefill.advance()
         self._step_started_s = time.monotonic()
-        self._steps.run()
+        self.step_loop.run()
         if self.prefill is not None:
             if not self.scheduler.has_unfinished:
-                self._steps.move_pages()
+                self.step_loop.move_pages()
             self.prefill.advance()
 
     def _admit_adapted(self) -> None:
@@ -409,10 +409,10 @@ class LLMEngine:
 
     def _admit_loaded(self) -> None:
         """Pass requests to the scheduler whose pages were loaded, or are not worth waiting for."""
-        if self._is_loading and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
-            (self._disk or self.remote_prefill).wait(_COMPILE_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
-        if self._disk is not None:
-            for request in self._disk.take_ready(time.monotonic()):
+        if self._is_loading and not self.scheduler.has_unfinished and not self._undelivered and self.step_loop.is_drained:
+            (self.disk_tier or self.remote_prefill).wait(_COMPILE_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
+        if self.disk_tier is not None:
+            for request in self.disk_tier.take_ready(time.monotonic()):
                 self._admit(self._add_read, request)
         if self.remote_prefill is not None:
             for request in self.remote_prefill.take_ready(time.monotonic()):
@@ -430,24 +430,24 @@ class LLMEngine:
             return False
         if self.is_sleeping:
             return False
-        if self._disk is not None:
-            self._disk.take_ready(time.monotonic())
-            if self._disk.is_behind:
+        if self.disk_tier is not None:
+            self.disk_tier.take_ready(time.monotonic())
+            if self.disk_tier.is_behind:
                 return False
         with self.interrupts.deferred():
-            return self._steps.save_pages()
+            return self.step_loop.save_pages()
 
     def _admit_compiled(self) -> None:
         """Pass requests with compiled constraints to the scheduler; end those whose constraint failed to compile."""
         if not self._compiling:
             return
-        if not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
+        if not self.scheduler.has_unfinished and not self._undelivered and self.step_loop.is_drained:
             self._compiling.wait(_COMPILE_WAIT_S)
         for request, compilation in self._compiling.take_done():
             self._admit(lambda one, done=compilation: self._add(replace(one, grammar=done.result())), request)
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
-        stream = self._streams.pop(request_id)
+        stream = self.streams.pop(request_id)
         self._adapters.release(stream.request)
         stream.fail(str(error), error.param)
         self._note_end(stream, time.monotonic())
@@ -461,8 +461,8 @@ class LLMEngine:
         self.stats.num_batched_tokens += plan.num_tokens
         for num_drafts, num_accepted in result.verified.values():
             self.stats.note_verified(num_drafts, num_accepted)
-        if self._disk is not None:  # before the scheduler gives the slots that the step has saved to other pages
-            self._disk.note_step(plan, result, now - self._step_started_s)
+        if self.disk_tier is not None:  # before the scheduler gives the slots that the step has saved to other pages
+            self.disk_tier.note_step(plan, result, now - self._step_started_s)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
         if self.remote_prefill is not None:
             self.remote_prefill.note_step(plan, result, now - self._step_started_s)
@@ -473,7 +473,7 @@ class LLMEngine:
             if self.prefill is not None and self.prefill.owns(update.request_id):
                 self.prefill.note_update(update)
                 continue
-            stream = touched[update.request_id] = self._streams[update.request_id]
+            stream = touched[update.request_id] = self.streams[update.request_id]
             try:
                 self._apply(stream, update, now)
             except Exception as error:
@@ -485,7 +485,7 @@ class LLMEngine:
         for request_id, stream in touched.items():
             if stream.is_finished:
                 self._note_end(stream, now)
-                del self._streams[request_id]
+                del self.streams[request_id]
                 self._adapters.release(stream.request)
             output = stream.take()
             if output is not None:
@@ -508,11 +508,11 @@ class LLMEngine:
         with self.interrupts.deferred():
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
-            stream = self._streams.get(request_id)
+            stream = self.streams.get(request_id)
             is_aside = (
                 self._compiling.remove(request_id)
                 or self._adapters.remove_waiting(request_id)
-                or any(part is not None and part.remove(request_id) for part in (self._disk, self.remote_prefill))
+                or any(part is not None and part.remove(request_id) for part in (self.disk_tier, self.remote_prefill))
             )
             if stream is not None and is_aside:
                 left += self._end_compiling(stream)
@@ -522,7 +522,7 @@ class LLMEngine:
 
     def _end_compiling(self, stream: OutputStream | EmbeddingStream) -> list[EngineOutput]:
         """End a request that the scheduler does not know yet."""
-        del self._streams[stream.request.request_id]
+        del self.streams[stream.request.request_id]
         self._adapters.release(stream.request)
         stream.abort()
         self._note_end(stream, time.monotonic())
@@ -553,7 +553,7 @@ class LLMEngine:
 
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, if a process that runs a part of the model has ended."""
-        self._held_runner.check_health()
+        self.held_runner.check_health()
 
     def rebalance_experts(self) -> bool:
         """Begin to move experts between ranks by the load of the last steps; they move between the next steps, and each move
@@ -563,34 +563,34 @@ class LLMEngine:
     @property
     def stage_times(self) -> StageTimes | None:
         """The busy and idle time of each pipeline stage so far; None without pipeline stages."""
-        return self._held_runner.stage_times
+        return self.held_runner.stage_times
 
     def _tier_stats(self) -> list[TierStats]:
         host = self.scheduler.kv.host_tier
         if host is None:
             return []
-        found = [host_tier_stats(host, self._held_runner.host_slab, page_bytes(self.report.memory))]
-        return [*found, *([] if self._disk is None else [self._disk.tier_stats()]), *self.transfer.tier_stats()]
+        found = [host_tier_stats(host, self.held_runner.host_slab, page_bytes(self.report.memory))]
+        return [*found, *([] if self.disk_tier is None else [self.disk_tier.tier_stats()]), *self.transfer.tier_stats()]
 
     def close(self) -> None:
         """Abort unfinished requests and release the memory; the engine takes no more requests. May be called again."""
-        for request_id in list(self._streams):
+        for request_id in list(self.streams):
             self.abort_request(request_id)
         self._undelivered.clear()
-        if not self._is_closed and self._disk is not None:
-            self._steps.drain()
+        if not self._is_closed and self.disk_tier is not None:
+            self.step_loop.drain()
             deadline_s = time.monotonic() + _CLOSE_SAVE_S
-            while time.monotonic() < deadline_s and (self.save_pages() or self._disk.wait_written()):
+            while time.monotonic() < deadline_s and (self.save_pages() or self.disk_tier.wait_written()):
                 pass
         if not self._is_closed:
             self._is_closed = True
-            self._steps.drain()
+            self.step_loop.drain()
             for part in (self.prefill, self.remote_prefill):
                 if part is not None:
                     part.close()
             if self.config.save_expert_load is not None:
                 save_expert_load(self.config.save_expert_load, self.stats.experts)
-            if self._disk is not None:
-                self._disk.close()
+            if self.disk_tier is not None:
+                self.disk_tier.close()
             self.grammars.close()
-            self._held_runner.close()
+            self.held_runner.close()

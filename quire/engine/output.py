@@ -52,15 +52,15 @@ class OutputStream:
         self._needs_logprob = params.needs_logprob
         self._tokenizer = tokenizer if params.detokenize else None
         self._token_texts = tokenizer
-        self._choices = [_Choice(index) for index in range(params.num_sequences)]
-        self._num_unfinished = len(self._choices)
+        self.choices = [_Choice(index) for index in range(params.num_sequences)]
+        self._num_unfinished = len(self.choices)
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
         self._num_prompt_logprobs = 0
         self._error: str | None = None
         self._error_param: str | None = None
-        for choice in self._choices:
+        for choice in self.choices:
             if params.logprobs is not None:
                 choice.logprobs = []
             if self._tokenizer is not None:
@@ -80,7 +80,7 @@ class OutputStream:
 
     def apply(self, update: SequenceUpdate, now: float) -> bool:
         """Add an update of one sequence; return whether a stop string ended it, which the scheduler must be told."""
-        choice = self._choices[update.choice]
+        choice = self.choices[update.choice]
         if choice.finish_reason is not None:  # the request failed in this step
             return False
         new_token_ids = update.new_token_ids
@@ -112,7 +112,7 @@ class OutputStream:
 
         Raises RequestError where a stop string has ended it.
         """
-        choice, params = self._choices[0], self.request.params
+        choice, params = self.choices[0], self.request.params
         for token_id in self.request.output_token_ids:
             choice.token_ids.append(token_id)
             if choice.detokenizer is not None and self._append_text(choice, choice.detokenizer, token_id, False):
@@ -134,7 +134,7 @@ class OutputStream:
     def fail(self, error: str, param: str | None = None) -> None:
         """End every choice that has not ended with finish_reason "error"; param: the invalid field of the request."""
         self._note_error(error, param)
-        for choice in self._choices:
+        for choice in self.choices:
             if choice.finish_reason is None:
                 self._finish(choice, "error")
 
@@ -145,7 +145,7 @@ class OutputStream:
 
     def abort(self) -> None:
         """End every choice that has not ended with finish_reason "abort"."""
-        for choice in self._choices:
+        for choice in self.choices:
             if choice.finish_reason is None:
                 self._finish(choice, "abort")
 
@@ -227,7 +227,7 @@ class OutputStream:
         is_finished = self.is_finished
         if self.kind == "final" and not is_finished:
             return None
-        choices = self._choices
+        choices = self.choices
         if is_finished and len(choices) > self.request.params.n:
             choices = self._best()
             self._note_unreturned(choices)
@@ -268,7 +268,7 @@ class OutputStream:
         return found
 
     def _note_unreturned(self, returned: list[_Choice]) -> None:
-        num_generated = sum(len(choice.token_ids) for choice in self._choices)
+        num_generated = sum(len(choice.token_ids) for choice in self.choices)
         self.metrics.num_unreturned_tokens = num_generated - sum(len(choice.token_ids) for choice in returned)
         self._shown_metrics = None
 
@@ -279,7 +279,7 @@ class OutputStream:
             has_failed = choice.finish_reason in ("error", "abort")
             return has_failed, -choice.cumulative_logprob / max(1, len(choice.token_ids))
 
-        return sorted(self._choices, key=rank)[: self.request.params.n]
+        return sorted(self.choices, key=rank)[: self.request.params.n]
 
     def _complete(self, choice: _Choice, index: int) -> CompletionOutput:
         return CompletionOutput(

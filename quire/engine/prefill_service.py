@@ -36,7 +36,7 @@ from quire.transfer.page_server import PageServer, PrefillJob
 logger = get_logger(__name__)
 
 _LENT_SHARE = 0.4
-"""Of the slots of the host tier that may be held for peers; above that they are told that this engine is busy."""
+"""Share of the host tier's slots that may be held for peers; above it this engine answers that it is busy."""
 _ID_PREFIX = "\0prefill-"
 """Of the ids of jobs; no client's request id has it."""
 
@@ -166,7 +166,7 @@ class PrefillService:
         return request_id in self._lendings
 
     def note_update(self, update: SequenceUpdate) -> None:
-        """Take in what the scheduler says of a job."""
+        """Apply the scheduler's update of a job."""
         lending = self._lendings[RequestId(update.request_id)]
         if update.finish_reason is not None:
             lending.is_computed = True
@@ -204,6 +204,7 @@ class PrefillService:
             saved_bytes=self.num_lent_pages * page_bytes,
             save_s=self._lent_s,
             num_declined=outcomes["busy"],
+            num_errors=self.server.errors.count,
             outcomes=dict(outcomes),
         )
 

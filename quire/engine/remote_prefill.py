@@ -72,10 +72,10 @@ class RemotePrefill:
         self._has_secret = bool(identity.secret)
         self._tier: HostTier = tier
         self._is_news = threading.Event()
-        self._client = PageClient(addresses, identity, self._is_news.set, nixl=nixl)
+        self.client = PageClient(addresses, identity, self._is_news.set, nixl=nixl)
         self._transfers: dict[RequestId, _Transfer] = {}
         self._abandoned: list[_Transfer] = []
-        self._tokens_per_s: float | None = None
+        self.tokens_per_s: float | None = None
         self.is_open = True
         """Whether prompts are computed elsewhere: what is under way goes on in any case."""
         self.local: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class RemotePrefill:
     @property
     def num_under_way(self) -> int:
         """Transfers that are not over, those of requests that do not wait for them any more included."""
-        return self._client.num_active + len(self._abandoned)
+        return self.client.num_active + len(self._abandoned)
 
     @property
     def pulls(self) -> dict[str, Pull]:
@@ -98,7 +98,7 @@ class RemotePrefill:
     def outcomes(self) -> dict[str, int]:
         """How transfers ended, see Pull, and why prompts were computed here without one: short, slower, adapter, no_peer,
         no_room."""
-        return dict(self._client.outcomes + self.local)
+        return dict(self.client.outcomes + self.local)
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Ask the prefill engines that listen there from now on, and no others.
@@ -111,7 +111,7 @@ class RemotePrefill:
                 usable.append(parse_reachable(url, "prefill_urls", has_secret=self._has_secret))
             except ConfigError as error:
                 refused.append(error)
-        self._client.set_peers(usable)
+        self.client.set_peers(usable)
         if refused:
             raise refused[0]
 
@@ -126,7 +126,7 @@ class RemotePrefill:
         first_page = num_pages - len(missing.keys)
         num_tokens = missing.num_blocks * block_size
         # Prefill engines have no adapters: what they would compute is the base model's.
-        reason = "adapter" if request.adapter_key else self._reason_to_stay(keys, first_page, num_tokens)
+        reason = "adapter" if request.adapter_key else self._reason_to_compute_here(keys, first_page, num_tokens)
         if reason is not None:
             self.local[reason] += 1
             return False
@@ -149,7 +149,7 @@ class RemotePrefill:
             is_background=request.is_background,
             prefix_keys=prefix_keys,
         )
-        if not self._client.begin(pull):
+        if not self.client.begin(pull):
             self._tier.unpin(slots)
             self.local["no_peer"] += 1
             return False
@@ -184,7 +184,7 @@ class RemotePrefill:
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
         """Take in how fast a step computed."""
         if plan.num_tokens >= 2 * self._scheduler.config.block_size and duration_s > 0 and not result.is_failed:
-            self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
+            self.tokens_per_s = _blend(self.tokens_per_s, plan.num_tokens / duration_s)
 
     def tier_stats(self) -> TierStats:
         """Return what was pulled, as the loads of a tier."""
@@ -198,33 +198,34 @@ class RemotePrefill:
             num_hits=self._tier.stats.num_peer_hits,
             num_loaded=self.num_pages,
             loaded_bytes=self.num_pages * page_bytes,
-            load_s=self._client.pull_s,
-            num_damaged=self._client.outcomes["damaged"],
+            load_s=self.client.pull_s,
+            num_damaged=self.client.outcomes["damaged"],
             num_declined=self.num_declined,
             num_late=self.num_late,
+            num_errors=self._client.errors.count,
             outcomes=self.outcomes,
-            problems=self._client.problems,
-            peer_transfers=self._client.num_transfers,
-            peer_waits_s=self._client.waits_s,
+            problems=self.client.problems,
+            peer_transfers=self.client.num_transfers,
+            peer_waits_s=self.client.waits_s,
         )
 
     def close(self) -> None:
         """Give up all transfers."""
-        self._client.close()
+        self.client.close()
 
-    def _reason_to_stay(self, keys: list[int], first_page: int, num_tokens: int) -> str | None:
+    def _reason_to_compute_here(self, keys: list[int], first_page: int, num_tokens: int) -> str | None:
         """Return why the pages from first_page on, which spare num_tokens, are computed here; None: a prefill engine is to be
         asked."""
         if num_tokens < self._min_tokens:
             return "short"
-        if not self._client.is_available:
+        if not self.client.is_available:
             return "no_peer"
-        expected_s = self._client.predict_s(keys, first_page)
-        if expected_s is None or self._tokens_per_s is None:
+        expected_s = self.client.predict_s(keys, first_page)
+        if expected_s is None or self.tokens_per_s is None:
             return None
-        if expected_s <= _MAX_SLOWDOWN * num_tokens / self._tokens_per_s:
+        if expected_s <= _MAX_SLOWDOWN * num_tokens / self.tokens_per_s:
             return None
-        self._client.expect_faster(_RETRY)
+        self.client.expect_faster(_RETRY)
         self.num_declined += 1
         return "slower"
 
@@ -237,7 +238,7 @@ class RemotePrefill:
         self.num_pages += done
         self.num_late += is_late
         if is_late:
-            self._client.note_late(pull, _LATE_FACTOR)
+            self.client.note_late(pull, _LATE_FACTOR)
         self._let_go(transfer, done)
 
     def _let_go(self, transfer: _Transfer, first: int) -> None:

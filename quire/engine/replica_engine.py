@@ -193,23 +193,23 @@ class ReplicaEngine:
         if self._level is not None:
             raise ConfigError(f"the engine is asleep (level {self._level}): call wake_up first")
         self._factory.check_lora(lora_request)
-        answers = self._ask(AdapterCommand("add", lora_request))
+        answers = self.ask(AdapterCommand("add", lora_request))
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:
             if any(answer.is_changed for answer in answers):
-                self._ask(AdapterCommand("remove", lora_int_id=lora_request.lora_int_id))
+                self.ask(AdapterCommand("remove", lora_int_id=lora_request.lora_int_id))
             raise errors[0]
         return any(answer.is_changed for answer in answers)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Unload a LoRA adapter from every replica, as soon as no request uses it; return whether any had it."""
-        return any(answer.is_changed for answer in self._ask(AdapterCommand("remove", lora_int_id=lora_int_id)))
+        return any(answer.is_changed for answer in self.ask(AdapterCommand("remove", lora_int_id=lora_int_id)))
 
     def list_loras(self) -> set[int]:
         """Return the numbers of the LoRA adapters that are in memory of any replica."""
-        return {number for answer in self._ask(AdapterCommand("list")) for number in answer.loaded}
+        return {number for answer in self.ask(AdapterCommand("list")) for number in answer.loaded}
 
-    def _ask(self, command: AdapterCommand) -> list[AdapterAnswer]:
+    def ask(self, command: AdapterCommand) -> list[AdapterAnswer]:
         """Send a command to every loaded replica and return the answers of those that do not end. Outputs that arrive
         meanwhile are kept for `step`."""
         if self._is_closed:

@@ -54,7 +54,7 @@ class SentPrefixes:
 
 
 @dataclass(slots=True)
-class _Work:
+class _RemainingWork:
     """The remaining work of one request.
 
     num_prompt_tokens  to be computed
@@ -82,7 +82,7 @@ class _Replica:
         self.speed = speed
         self.max_num_seqs = 0
         self.prefixes = SentPrefixes(0)
-        self.requests: dict[str, _Work] = {}
+        self.requests: dict[str, _RemainingWork] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -115,21 +115,21 @@ class ReplicaRouter:
     """Tracks the work of all replicas, as reported by their owner. Belongs to one thread."""
 
     def __init__(self, speeds: Sequence[float]) -> None:
-        self._replicas = [_Replica(speed) for speed in speeds]
+        self.replicas = [_Replica(speed) for speed in speeds]
         self._owners: dict[str, int] = {}
         self._block_size = 0
-        self._mean_output_tokens = _FIRST_OUTPUT_TOKENS
+        self.mean_output_tokens = _FIRST_OUTPUT_TOKENS
 
     def open(self, replica: int, *, max_num_seqs: int, block_size: int, num_kv_blocks: int) -> None:
         """Record that a replica is ready; num_kv_blocks: 0 without prefix caching."""
-        found = self._replicas[replica]
+        found = self.replicas[replica]
         found.max_num_seqs = max_num_seqs
         found.prefixes = SentPrefixes(min(num_kv_blocks, MAX_KNOWN_BLOCKS))
         self._block_size = block_size if num_kv_blocks else 0
 
     def close(self, replica: int) -> None:
         """Remove all state of a replica that has ended."""
-        found = self._replicas[replica]
+        found = self.replicas[replica]
         for request_id in found.requests:
             self._owners.pop(request_id, None)
         found.requests.clear()
@@ -137,7 +137,7 @@ class ReplicaRouter:
 
     def num_requests(self, replica: int) -> int:
         """Return how many requests a replica has."""
-        return len(self._replicas[replica].requests)
+        return len(self.replicas[replica].requests)
 
     def owner_of(self, request_id: str) -> int | None:
         """Return the replica that has a request; None for one that has ended."""
@@ -145,7 +145,7 @@ class ReplicaRouter:
 
     def has_room(self, replica: int, request: Request) -> bool:
         """Return whether a replica can run a request at once, or as one of the next few."""
-        return self._replicas[replica].has_room(request.params.num_sequences, request.is_background)
+        return self.replicas[replica].has_room(request.params.num_sequences, request.is_background)
 
     def choose(self, request: Request, candidates: Sequence[int]) -> Route:
         """Return the candidate (of at least one) with the least wait; those without room only if none has room.
@@ -158,7 +158,7 @@ class ReplicaRouter:
         num_steps = 0.0 if request.pooling is not None else self._expected(request)
 
         def rank(index: int) -> tuple[float, int, int, int]:
-            replica = self._replicas[index]
+            replica = self.replicas[index]
             wait = replica.wait(num_tokens - self._num_cached(index, request, keys), num_steps, is_background)
             return wait, replica.num_sequences, len(replica.prefixes), index
 
@@ -167,9 +167,9 @@ class ReplicaRouter:
 
     def add(self, request: Request, route: Route) -> None:
         """Record that a request was sent to the result of `choose`."""
-        replica = self._replicas[route.replica]
+        replica = self.replicas[route.replica]
         replica.prefixes.note(route.keys)
-        replica.requests[request.request_id] = _Work(
+        replica.requests[request.request_id] = _RemainingWork(
             num_prompt_tokens=len(request.prompt_token_ids) - route.num_cached_tokens,
             num_sequences=request.params.num_sequences,
             num_expected=self._expected(request),
@@ -194,18 +194,18 @@ class ReplicaRouter:
     def end(self, request_id: str, *, is_complete: bool = True) -> None:
         """Remove a request; is_complete: its output was not aborted, so its length updates the expected length."""
         owner = self._owners.pop(request_id, None)
-        work = None if owner is None else self._replicas[owner].requests.pop(request_id, None)
+        work = None if owner is None else self.replicas[owner].requests.pop(request_id, None)
         if work is not None and is_complete and work.num_output_tokens:
             length = work.num_output_tokens / work.num_sequences
-            self._mean_output_tokens += _LEARNING_RATE * (length - self._mean_output_tokens)
+            self.mean_output_tokens += _LEARNING_RATE * (length - self.mean_output_tokens)
 
-    def _work_of(self, request_id: str) -> _Work | None:
+    def _work_of(self, request_id: str) -> _RemainingWork | None:
         owner = self._owners.get(request_id)
-        return None if owner is None else self._replicas[owner].requests.get(request_id)
+        return None if owner is None else self.replicas[owner].requests.get(request_id)
 
     def _expected(self, request: Request) -> float:
         most = request.params.max_tokens
-        return self._mean_output_tokens if most is None else min(self._mean_output_tokens, float(most))
+        return self.mean_output_tokens if most is None else min(self.mean_output_tokens, float(most))
 
     def _keys_of(self, request: Request) -> list[int]:
         if not self._block_size:
@@ -222,4 +222,4 @@ class ReplicaRouter:
         if needs_all or request.params.prompt_logprobs is not None or not self._block_size:
             return 0
         most = (len(request.prompt_token_ids) - 1) // self._block_size
-        return self._replicas[index].prefixes.num_known(keys[:most]) * self._block_size
+        return self.replicas[index].prefixes.num_known(keys[:most]) * self._block_size

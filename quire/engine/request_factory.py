@@ -16,7 +16,7 @@ from quire.contracts.pooler_spec import PoolerSpec
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request, check_output_tokens
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.kv_compression import check_compression, compression_refusal, score_refusal
+from quire.engine.kv_compression import bounds_refusal, check_compression, compression_refusal, score_refusal
 from quire.text.text_pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def check_request_id(request_id: object) -> None:
 class RequestRules:
     """The properties of the model and the engine that requests are checked against.
 
-    compression_refusal, score_refusal  see engine/kv_compression.py
+    compression_refusal, score_refusal, bounds_refusal  see engine/kv_compression.py
     """
 
     vocab_size: int
@@ -50,6 +50,7 @@ class RequestRules:
     enable_lora: bool = False
     compression_refusal: str | None = None
     score_refusal: str | None = None
+    bounds_refusal: str | None = None
 
     @classmethod
     def of(cls, report: ModelReport, config: EngineConfig) -> Self:
@@ -67,6 +68,7 @@ class RequestRules:
             enable_lora=config.enable_lora,
             compression_refusal=compression_refusal(report, config),
             score_refusal=score_refusal(report),
+            bounds_refusal=bounds_refusal(report, config),
         )
 
 
@@ -221,7 +223,8 @@ class RequestFactory:
                     name,
                 )
         self._check_priority(params.priority)
-        check_compression(params.kv_compression, self._rules.compression_refusal, self._rules.score_refusal)
+        rules = self._rules
+        check_compression(params.kv_compression, rules.compression_refusal, rules.score_refusal, rules.bounds_refusal)
         for name in ("stop", "bad_words"):
             if getattr(params, name):
                 self._need_tokenizer(name)

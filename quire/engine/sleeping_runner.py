@@ -69,11 +69,12 @@ class SleepingRunner:
 
     def check(self, level: SleepLevel) -> None:
         """Raise UnsupportedError if this engine cannot sleep at a level."""
-        reason = self._refusal(level)
+        reason = self.refusal(level)
         if reason is not None:
             raise UnsupportedError(f"sleep level {level} is not supported with {reason}")
 
-    def _refusal(self, level: SleepLevel) -> str | None:
+    def refusal(self, level: SleepLevel) -> str | None:
+        """Return why the engine cannot sleep; None: it can."""
         config, report = self._config, self._report
         if config.has_kv_transfer:
             return f"{config.transfer_field}: other engines use this engine's KV cache"

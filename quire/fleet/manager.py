@@ -128,7 +128,7 @@ class FleetManager:
         self._clock = clock
         self._slots = {entry.name: Slot(entry) for entry in config.models}
         self._wanted: list[Slot] = []
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -190,7 +190,7 @@ class FleetManager:
     def _release(self, slot: Slot) -> None:
         slot.num_held -= 1
         slot.last_used_s = self._clock()
-        self._wake.set()
+        self.wake.set()
 
     async def _wait_loaded(self, slot: Slot) -> None:
         """Return when a model is loaded, and held for the caller. Raises ApiError 503."""
@@ -212,7 +212,7 @@ class FleetManager:
         finally:
             if waiter in slot.waiters:
                 slot.waiters.remove(waiter)
-                self._wake.set()
+                self.wake.set()
         self._metrics.wait_seconds.labels(slot.name).observe(self._clock() - begin_s)
 
     def _check_may_wait(self, slot: Slot) -> None:
@@ -235,14 +235,14 @@ class FleetManager:
         if slot not in self._wanted:
             self._wanted.append(slot)
             slot.wanted_s = self._clock()
-        self._wake.set()
+        self.wake.set()
 
     async def _run(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
-                    await self._wake.wait()
-            self._wake.clear()
+                    await self.wake.wait()
+            self.wake.clear()
             try:
                 self._end_unused()
                 self._admit()
@@ -318,7 +318,9 @@ class FleetManager:
             async with asyncio.timeout(entry.start_timeout_s):
                 await slot.process.wait_ready()
                 await self._backends.add(slot.process.address)
-        except (QuireError, OSError) as error:  # TimeoutError is an OSError
+        except Exception as error:
+            if not isinstance(error, QuireError | OSError):  # TimeoutError is an OSError
+                logger.exception("loading %s failed unexpectedly", slot.name)
             message = f"it was not ready within {entry.start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
             if slot.process is not None:
                 await slot.process.stop(hurry=True)
@@ -361,7 +363,7 @@ class FleetManager:
         slot.retry_at_s = self._clock() + pause_s
         logger.error("the model %s failed: %s; it may be started again in %.0f s", slot.name, message, pause_s)
         self._refuse_waiters(slot, message)
-        self._wake.set()
+        self.wake.set()
 
     def _unload(self, slot: Slot, reason: UnloadReason) -> None:
         logger.info("unloading %s: %s", slot.name, reason)
@@ -376,7 +378,7 @@ class FleetManager:
         if slot.process is not None:
             await slot.process.stop()
         slot.state, slot.process, slot.num_failures = "unloaded", None, 0
-        self._wake.set()
+        self.wake.set()
 
     def show_metrics(self) -> None:
         """Bring the gauges up to date."""

@@ -235,7 +235,7 @@ class BannedMatcher(WrappingMatcher):
 
     def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
-        self._inner.restrict(words)
+        self.inner.restrict(words)
         mask = self._phrases.mask(self._states[-1])
         words[: len(mask)] &= mask
         budget = iter(range(_MAX_MASKS_AHEAD))
@@ -245,22 +245,22 @@ class BannedMatcher(WrappingMatcher):
 
     def _leads_to_phrase(self, token_id: int, state: int, budget: Iterator[int]) -> bool:
         """Return whether every continuation after a token contains a phrase, as far as the budget of masks shows."""
-        if self._inner.advance(token_id) is not None:
+        if self.inner.advance(token_id) is not None:
             return False
         state = self._phrases.after(state, token_id)
-        forced = self._phrases.after_text(state, self._inner.forced_bytes())
+        forced = self._phrases.after_text(state, self.inner.forced_bytes())
         is_met = forced is None or (forced != 0 and self._is_dead_end(state, budget))
-        error = self._inner.retreat(1)
+        error = self.inner.retreat(1)
         if error is not None:
             raise RuntimeError(error)
         return is_met
 
     def _is_dead_end(self, state: int, budget: Iterator[int]) -> bool:
-        if self._inner.is_complete or next(budget, None) is None:
+        if self.inner.is_complete or next(budget, None) is None:
             return False
         mask = self._phrases.mask(state)
         words = np.zeros_like(mask)
-        if self.source.fill(self._inner, words) is not None:
+        if self.source.fill(self.inner, words) is not None:
             return False
         words &= mask
         if not words.any():
@@ -272,14 +272,14 @@ class BannedMatcher(WrappingMatcher):
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
-        error = self._inner.advance(token_id)
+        error = self.inner.advance(token_id)
         if error is None:
             self._states.append(self._phrases.after(self._states[-1], token_id))
         return error
 
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
-        error = self._inner.retreat(num_tokens)
+        error = self.inner.retreat(num_tokens)
         if error is None:
             del self._states[len(self._states) - num_tokens :]
         return error
@@ -298,11 +298,11 @@ class BannedMatcher(WrappingMatcher):
 
     def fork(self) -> BannedMatcher:
         """See GrammarMatcher."""
-        return BannedMatcher(self._inner.fork(), self._phrases, self._states[-1:])
+        return BannedMatcher(self.inner.fork(), self._phrases, self._states[-1:])
 
     def fork_ahead(self) -> BannedMatcher:
         """See MaskedMatcher."""
-        return BannedMatcher(self._inner.fork_ahead(), self._phrases, self._states[-1:])
+        return BannedMatcher(self.inner.fork_ahead(), self._phrases, self._states[-1:])
 
 
 def _few_tokens(words: Any) -> list[int]:

@@ -112,7 +112,7 @@ class GrammarCompiler:
     def __init__(
         self, read_vocabulary: Callable[[], Vocabulary], sandbox: SandboxedCompiler | None = None, max_cached: int = _MAX_CACHED
     ) -> None:
-        self._read_vocabulary = read_vocabulary
+        self.read_vocabulary = read_vocabulary
         self.sandbox = SandboxedCompiler() if sandbox is None else sandbox
         self._max_cached = max_cached
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
@@ -279,7 +279,7 @@ class GrammarCompiler:
         if self._vocabulary is None:
             with self._making["vocabulary"]:
                 if self._vocabulary is None:
-                    self._vocabulary = self._read_vocabulary()
+                    self._vocabulary = self.read_vocabulary()
         return self._vocabulary
 
     def _get_backend(self, name: str) -> Backend:

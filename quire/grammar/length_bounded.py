@@ -119,14 +119,14 @@ class LengthBoundedMatcher(WrappingMatcher):
         return step.found
 
     def _has_come_to_an_end(self, last: _Look) -> bool:
-        return 0 <= last.count < self._count and not last.is_closing and self._inner.can_end
+        return 0 <= last.count < self._count and not last.is_closing and self.inner.can_end
 
     def _search(self, last: _Look) -> _Look:
         """Return the decision based on a completion: the last one, if it is still valid, or else one that is searched for.
 
         While there is room, the search is spread over the next tokens, so that no step waits long for it.
         """
-        if self._inner.can_end:
+        if self.inner.can_end:
             return self._search_further()
         known = self._known_ending(last)
         if known is not None:
@@ -138,7 +138,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         search, first = last.search, last.first
         if search is None:
             limit, first = min(num_left, _MAX_ENDING), count
-            search = Search(self._endings, self._inner, self._steps[-1].place, limit, self._open_string())
+            search = Search(self._endings, self.inner, self._steps[-1].place, limit, self._open_string())
         num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
         if not search.is_known(num_masks) and num_masks < MAX_MASKS:
             return replace(last, count=count, until=count + 1, ending=(), search=search, first=first)
@@ -149,14 +149,14 @@ class LengthBoundedMatcher(WrappingMatcher):
     def _search_further(self) -> _Look:
         """Decide whether a complete output may continue, for example with another call: only if that can be completed too."""
         count, num_left = self._count, self._max_tokens - self._count
-        further = self._endings.find_further(self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING))
+        further = self._endings.find_further(self.inner, self._steps[-1].place, min(num_left, _MAX_ENDING))
         if further is None or num_left <= len(further.tokens) + _SPARE_TOKENS + _TEXT_TOKENS * further.num_texts:
             return _Look(count, self._max_tokens + 1, True, ())
         return _Look(count, count + 1)
 
     def _find(self) -> Ending | None:
         limit = min(self._max_tokens - self._count, _MAX_ENDING)
-        return self._endings.find(self._inner, self._steps[-1].place, limit, self._open_string())
+        return self._endings.find(self.inner, self._steps[-1].place, limit, self._open_string())
 
     def _open_string(self) -> bytes:
         if not self._endings.has_forms:
@@ -172,10 +172,10 @@ class LengthBoundedMatcher(WrappingMatcher):
             return None
         num_taken, place = self._count - last.count, self._steps[-1].place
         if self._endings.closings(place):  # any part fits in free text, and does not end it
-            return self._endings.rest(last.ending, place) if self._endings.fits(last.ending, self._inner) else None
+            return self._endings.rest(last.ending, place) if self._endings.fits(last.ending, self.inner) else None
         if last.ending[:num_taken] == tuple(self._tokens[last.count :]) and len(last.ending) > num_taken:
             return self._endings.rest(last.ending[num_taken:], place)
-        part = self._endings.fitting_part(last.ending, self._inner, self._max_tokens - self._count)
+        part = self._endings.fitting_part(last.ending, self.inner, self._max_tokens - self._count)
         return None if part is None else self._endings.rest(part, place)
 
     def _judge_found(self, ending: Ending | None, last: _Look) -> _Look:
@@ -216,7 +216,7 @@ class LengthBoundedMatcher(WrappingMatcher):
 
     def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
-        self._inner.restrict(words)
+        self.inner.restrict(words)
         look = self._look()
         if look.forced is not None:
             ahead = look.forced[self._count - look.count :]
@@ -233,7 +233,7 @@ class LengthBoundedMatcher(WrappingMatcher):
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
         self._look()
-        error = self._inner.advance(token_id)
+        error = self.inner.advance(token_id)
         if error is None:
             step = self._steps[-1]
             following = step.following.get(token_id)  # forks in other threads may remove it at any time
@@ -247,7 +247,7 @@ class LengthBoundedMatcher(WrappingMatcher):
 
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
-        error = self._inner.retreat(num_tokens)
+        error = self.inner.retreat(num_tokens)
         if error is None:
             del self._steps[len(self._steps) - num_tokens :]
             del self._tokens[len(self._tokens) - num_tokens :]
@@ -272,11 +272,11 @@ class LengthBoundedMatcher(WrappingMatcher):
         last = self._looks[-1]
         if last.forced is not None:
             return last.forced[self._count - last.count :]
-        return () if last.is_closing else self._inner.forced_tokens()[: max(0, last.until - self._count)]
+        return () if last.is_closing else self.inner.forced_tokens()[: max(0, last.until - self._count)]
 
     def fork(self) -> LengthBoundedMatcher:
         """See GrammarMatcher."""
-        other = LengthBoundedMatcher(self._inner.fork(), self._endings, self._max_tokens)
+        other = LengthBoundedMatcher(self.inner.fork(), self._endings, self._max_tokens)
         other._steps, other._tokens, other._looks = list(self._steps), list(self._tokens), list(self._looks)
         return other
 
@@ -287,4 +287,4 @@ class LengthBoundedMatcher(WrappingMatcher):
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        return super().is_complete or (self._inner.can_end and self._look().is_closing)
+        return super().is_complete or (self.inner.can_end and self._look().is_closing)

@@ -35,7 +35,7 @@ class MaskFiller:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock
+        self.clock = clock
         num_cores = os.cpu_count() or 1
         self._max_shares = min(_NUM_THREADS, num_cores)
         self._quick = ThreadPoolExecutor(_NUM_THREADS, "quire-masks")
@@ -86,9 +86,9 @@ class MaskFiller:
                 if fill.is_begun or self._is_closed:
                     continue
                 fill.is_begun = True
-            begin_s = self._clock()
+            begin_s = self.clock()
             fill.run()
-            fill.cost.note((self._clock() - begin_s) / max(1, fill.num_filled))
+            fill.cost.note((self.clock() - begin_s) / max(1, fill.num_filled))
             with self._news:
                 fill.is_done = True
                 if self._is_asked_for_any:

@@ -60,7 +60,6 @@ class MaskFill:
     """
 
     __slots__ = (
-        "_matcher",
         "cost",
         "draft",
         "ending_ids",
@@ -71,6 +70,7 @@ class MaskFill:
         "is_hurried",
         "is_known",
         "is_slow",
+        "matcher",
         "num_filled",
         "num_forced",
         "words",
@@ -83,11 +83,11 @@ class MaskFill:
         draft: DraftedTokens = NO_DRAFT,
         cost: MaskCost | None = None,
     ) -> None:
-        self._matcher = cast("MaskedMatcher", matcher)
+        self.matcher = cast("MaskedMatcher", matcher)
         self.ending_ids = ending_ids
         self.draft = draft
-        self.cost = MaskCost(self._matcher.source.first_mask_s) if cost is None else cost
-        self.words: Any = np.zeros((1 + len(draft.tokens), self._matcher.end_token_id // 32 + 1), dtype=np.int32)
+        self.cost = MaskCost(self.matcher.source.first_mask_s) if cost is None else cost
+        self.words: Any = np.zeros((1 + len(draft.tokens), self.matcher.end_token_id // 32 + 1), dtype=np.int32)
         self.error: str | None = None
         self.is_known = [False] * len(self.words)
         self.num_filled = self.num_forced = 0
@@ -115,7 +115,7 @@ class MaskFill:
             self.error = f"the grammar cannot go on: {type(error).__name__}: {error}"
 
     def _run(self) -> None:
-        matcher, words = self._matcher, self.words
+        matcher, words = self.matcher, self.words
         if self.draft.tokens:
             self._allow_forced()
         self.error = self._fill(0)
@@ -130,7 +130,7 @@ class MaskFill:
     def _allow_forced(self) -> None:
         """Write the masks of forced tokens, from the first one on as far as these tokens are drafted."""
         tokens, parents = self.draft.tokens, self.draft.parents
-        for row, token_id in enumerate(self._matcher.forced_tokens()):
+        for row, token_id in enumerate(self.matcher.forced_tokens()):
             self.words[row].view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
             self.is_known[row] = True
             if row == len(tokens) or tokens[row] != token_id or parents[row] != row - 1:
@@ -141,14 +141,14 @@ class MaskFill:
         """Fill the mask of a row in the matcher's current state, unless it is known; return the error, if any."""
         if self.is_known[row]:
             return None
-        error = fill_mask(self._matcher, self.words[row])
+        error = fill_mask(self.matcher, self.words[row])
         self.is_known[row] = error is None
         self.num_filled += 1
         return error
 
     def _walk(self, ending_ids: set[int]) -> bool:
         """Advance the matcher along the drafts and back, filling the masks after them; return False if the rollback fails."""
-        matcher, draft = self._matcher, self.draft
+        matcher, draft = self.matcher, self.draft
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(node)

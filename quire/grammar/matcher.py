@@ -92,48 +92,48 @@ class StateMatcher:
 class WrappingMatcher:
     """Base of decorators around a matcher: delegates to it, and forces what it forces as far as the decorator allows that."""
 
-    __slots__ = ("_inner", "end_token_id")
+    __slots__ = ("end_token_id", "inner")
 
     def __init__(self, inner: MaskedMatcher) -> None:
-        self._inner = inner
+        self.inner = inner
         self.end_token_id = inner.end_token_id
 
     @property
     def state(self) -> Any:
         """See MaskedMatcher."""
-        return self._inner.state
+        return self.inner.state
 
     @property
     def source(self) -> MaskSource:
         """See MaskedMatcher."""
-        return self._inner.source
+        return self.inner.source
 
     @property
     def can_end(self) -> bool:
         """See GrammarMatcher."""
-        return self._inner.can_end
+        return self.inner.can_end
 
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        return self._inner.is_complete
+        return self.inner.is_complete
 
     @property
     def has_given_up(self) -> bool:
         """See GrammarMatcher."""
-        return self._inner.has_given_up
+        return self.inner.has_given_up
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher."""
-        return self._inner.num_fitting(token_ids)
+        return self.inner.num_fitting(token_ids)
 
     def forced_bytes(self) -> bytes:
         """See MaskedMatcher."""
-        return self._inner.forced_bytes()
+        return self.inner.forced_bytes()
 
     def forced_tokens(self) -> Sequence[int]:
         """See GrammarMatcher."""
-        forced = self._inner.forced_tokens()
+        forced = self.inner.forced_tokens()
         return forced[: self.num_fitting(forced) or 0] if forced else forced
 
 

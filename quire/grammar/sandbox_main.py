@@ -105,7 +105,7 @@ _COMPILERS: dict[str, Callable[[dict[str, Any]], Any]] = {"llguidance": _Llguida
 
 
 def answer_to(compiler: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what is said of a constraint."""
+    """Return the answer about a constraint."""
     try:
         return {"compiled": compiler.compile(Constraint(**fields))}
     except GrammarError as error:

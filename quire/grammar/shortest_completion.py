@@ -75,10 +75,10 @@ class ShortestCompletions:
                 inside[token_id] = _rank(token, _RANKS_IN_STRING) * (_MAX_LENGTH + 1) + left
                 closes_string[token_id] = _CLOSES_STRING.fullmatch(token) is not None
                 closes_item[token_id] = _CLOSES_ITEM.fullmatch(token) is not None
-        self._scores = (outside, inside, inside)
+        self.scores = (outside, inside, inside)
         outside_order, inside_order = (np.argsort(scores, kind="stable") for scores in (outside, inside))
         self._orders = (outside_order, inside_order, inside_order)
-        self._kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
+        self.kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
         self._punctuation = {token: token_id for token_id, token in enumerate(self._tokens) if _PUNCTUATION.fullmatch(token)}
         self._bytes = {token[0]: token_id for token_id, token in enumerate(self._tokens) if len(token) == 1}
         self._closing = (_pack(closes_item), _pack(closes_string))
@@ -248,12 +248,12 @@ class ShortestCompletions:
         """
         mask = words[0].view(np.uint32)
         token_id = self._best(mask, place, ())
-        if token_id is not None and place == OUTSIDE and self._scores[OUTSIDE][token_id] <= _MAX_LENGTH:
+        if token_id is not None and place == OUTSIDE and self.scores[OUTSIDE][token_id] <= _MAX_LENGTH:
             return token_id
         token_id = self._best(mask, place, tried) if tried else token_id
         token_id = self._best(mask, place, ()) if token_id is None else token_id
         if token_id is not None:
-            tried.add(int(self._kinds[token_id]))
+            tried.add(int(self.kinds[token_id]))
         return token_id
 
     def _best(self, mask: Any, place: int, tried: Collection[int]) -> int | None:
@@ -265,7 +265,7 @@ class ShortestCompletions:
             rows, columns = np.nonzero(bits)
             allowed = filled[rows] * 32 + columns
             allowed = self._untried(allowed[allowed < len(self._tokens)], tried)
-            return int(allowed[np.argmin(self._scores[place][allowed])]) if len(allowed) else None
+            return int(allowed[np.argmin(self.scores[place][allowed])]) if len(allowed) else None
         order = self._orders[place]
         for part in (order[:_FIRST_TOKENS], order[_FIRST_TOKENS:]):
             allowed = self._untried(part[mask[part // 32] >> (part % 32).astype(np.uint32) & 1 == 1], tried)
@@ -274,7 +274,7 @@ class ShortestCompletions:
         return None
 
     def _untried(self, token_ids: Any, tried: Collection[int]) -> Any:
-        return token_ids[~np.isin(self._kinds[token_ids], list(tried))] if tried else token_ids
+        return token_ids[~np.isin(self.kinds[token_ids], list(tried))] if tried else token_ids
 
 
 class Search:

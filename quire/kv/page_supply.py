@@ -101,6 +101,13 @@ class PageSupply:
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._take_ahead()
+        except Exception:
+            logger.exception("taking pages of the KV cache ahead failed unexpectedly")
+            self._give_up()
+
+    def _take_ahead(self) -> None:
         while self._num_ready < self._num_wanted:
             last = self._chunk_end()
             for array in self._arrays:

@@ -56,7 +56,7 @@ class KvPool:
                 parts = [_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype][:num_parts]]
                 num_scales = shape[:3]
             else:
-                value_shape = (*shape[:3], spec.index_dims[layer]) if spec.index_dims else shape
+                value_shape = (*shape[:3], spec.value_size(layer))
                 parts = [_zeros(each, getattr(torch, dtype), device) for each in (shape, value_shape)[:num_parts]]
                 num_scales = (0, *shape[1:3])
             scales = [_mapped_zeros(num_scales, torch.float32) for _ in parts]

@@ -223,7 +223,8 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
                     before = expected.get(piece.name, (*stack, 0))[len(stack) :]
                     rows = max(piece.rows[1], before[-1 if is_transposed else 0])
                 whole = (rows, *shape[1:])
-                expected[piece.name] = (*stack, *(whole[::-1] if is_transposed else whole))
+                whole = (*stack, *(whole[::-1] if is_transposed else whole))
+                expected[piece.name] = whole if piece.num_entries is None else (whole[0] * whole[1], *whole[2:])
     return expected
 
 

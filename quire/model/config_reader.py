@@ -34,6 +34,9 @@ _NEUTRAL: dict[str, object] = {
 }
 """Options that change results and are not implemented, each with the one value (other than null) that is accepted."""
 
+_READ = {("alibi", "falcon")}
+"""Of these, what a model type has."""
+
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with the quantization config if config.json has none, and the method that wrote them."""
@@ -193,10 +196,11 @@ def stored_dtype(folder: Path) -> Dtype:
 
 def read_json_object(file: Path) -> dict[str, object]:
     """Return a file's JSON object, which callers must not change; see `shared_reads`. Raises ModelFormatError."""
-    return read_once(file, _read_json_object)
+    return read_once(file, load_json_object)
 
 
-def _read_json_object(file: Path) -> dict[str, object]:
+def load_json_object(file: Path) -> dict[str, object]:
+    """Read a file's JSON object, without the sharing of `read_json_object`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -229,7 +233,7 @@ def read_quantization_config(folder: Path) -> QuantizationConfig | None:
 def _refuse_options(values: Mapping[str, object], file: Path) -> None:
     for key, neutral in _NEUTRAL.items():
         value = values.get(key)
-        if value is not None and value != neutral:
+        if value not in (None, neutral) and (key, values.get("model_type")) not in _READ:
             raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")
 
 

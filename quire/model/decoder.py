@@ -37,7 +37,7 @@ from quire.kernels.reference.attention import AttentionMetadata, attend, store_k
 from quire.kernels.reference.block_sparse import attend_blocks
 from quire.kernels.reference.compressed_attention import EntryCache
 from quire.kernels.reference.hyper_connections import HyperWeights, connect, join_all
-from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
+from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, choose_all, store_index_keys
 from quire.kernels.reference.moe import ExpertExtras, mixture_of_experts, route, router_logits, run_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.per_layer_inputs import per_layer_inputs
@@ -117,14 +117,14 @@ class Decoder(StepDecoder):
             x = x[:, None].repeat(1, spec.hyper.num_streams, 1)
         factors = {scaling: query_factors(scaling, positions, self.dtype) for scaling in self._scalings}
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
-        self._taps = []
+        self._taps, hidden_keys = [], list[Tensor]()
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._aux_hidden_state_layers:
                 self._taps.append(x if spec.altup is None else x[spec.altup.active])
             source = spec.layers[index].attention.kv_source
             source = index if source is None else source
             states = kv.states[index] if kv.states else ()
-            cache = LayerCache(kv.k[source], kv.v[source], states, self._entry_caches(index, step, kv))
+            cache = LayerCache(kv.k[source], kv.v[source], states, self._entry_caches(index, step, kv), hidden_keys)
             own_inputs = None if inputs is None else inputs[:, index]
             dtype = self.dtype if spec.is_residual_f32 else None
             extra = LayerInputs(factors, own_inputs, None, embeddings, dtype, token_ids, self._frequencies)
@@ -203,12 +203,14 @@ class Decoder(StepDecoder):
 
 
 class LayerCache(NamedTuple):
-    """One layer's tensors of a KvPool; states: the recurrent states of a mixer; entries: what stands for several tokens."""
+    """One layer's tensors of a KvPool; states: the recurrent states of a mixer; entries: what stands for several tokens;
+    hidden_keys: what the last indexer of the step has hidden, see `choose_all`, which a layer with an indexer writes."""
 
     k: Tensor
     v: Tensor
     states: Sequence[Tensor] = ()
     entries: tuple[EntryCache, ...] = ()
+    hidden_keys: list[Tensor] | None = None
 
 
 class LayerInputs(NamedTuple):
@@ -238,7 +240,7 @@ class LayerPlace:
 
     angles  cos and sin of its rope; None: it has none
     factor  [T, 1, 1] that scales queries by their positions; None: no scaling
-    entries see LayerCache
+    entries, hidden_keys  see LayerCache
     """
 
     angles: tuple[Tensor, Tensor] | None
@@ -247,6 +249,7 @@ class LayerPlace:
     v_cache: Tensor
     factor: Tensor | None = None
     entries: tuple[EntryCache, ...] = ()
+    hidden_keys: list[Tensor] | None = None
 
     def rotate(self, heads: Tensor, is_interleaved: bool = False) -> Tensor:
         """Return heads [T, H, D] rotated."""
@@ -299,7 +302,7 @@ class DecoderLayer:
         normed = self._norm(read, spec.attn_in, "attn_in") if inputs.attended is None else inputs.attended
         before = x
         y = self._mix(normed, angles, step, cache, inputs.factors)
-        x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
+        x = self._add(x if spec.kept is None else normed * spec.kept[0], self._norm(y, spec.attn_out, "attn_out"))
         if spec.laurel is not None:
             x = (x + self._laurel(normed, spec.laurel)) / math.sqrt(2)
         if spec.mlp == NO_MLP:
@@ -308,7 +311,8 @@ class DecoderLayer:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
             read = self._norm(x, spec.mlp_in, "mlp_in")
-        x = self._add(x, self._norm(self._mlp(read, x), spec.mlp_out, "mlp_out"))
+        y = self._norm(self._mlp(read, x), spec.mlp_out, "mlp_out")
+        x = self._add(x if spec.kept is None else read * spec.kept[1], y)
         if spec.altup is not None and streams is not None:
             x = self._correct(streams, x, spec.altup)
         if spec.per_layer_gate is not None and inputs.per_layer is not None:
@@ -381,15 +385,14 @@ class DecoderLayer:
         attention, mixer = self.spec.attention, self.spec.mixer
         mixed = None if mixer is None else self._run_mixer(x, step, cache)
         if mixed is not None and attention == NO_ATTENTION:
-            return mixed
+            return mixed * self.spec.mixer_out_scale
         if self.spec.attention_in_scale != 1.0:
             x = x * self.spec.attention_in_scale
         place = self._place(angles, step, cache, factors)
         run = self._attention if attention.latent is None else self._latent_attention
         y = run(x, attention, place)
-        if mixed is None:
-            return y
-        return mixed * self.spec.mixer_out_scale + y * self.spec.attention_out_scale
+        y = y * self.spec.attention_out_scale
+        return y if mixed is None else mixed * self.spec.mixer_out_scale + y
 
     def _place(
         self,
@@ -402,7 +405,9 @@ class DecoderLayer:
         if scaling is not None and factors is None:
             raise InvariantError("a layer that scales queries by their positions is run without factors")
         factor = None if scaling is None or factors is None else factors[scaling]
-        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor, cache.entries)
+        return LayerPlace(
+            None if rope is None else angles[rope], step, cache.k, cache.v, factor, cache.entries, cache.hidden_keys
+        )
 
     def _run_mixer(self, x: Tensor, step: AttentionMetadata, cache: LayerCache) -> Tensor:
         assert self.spec.mixer is not None
@@ -507,10 +512,13 @@ class DecoderLayer:
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
             # A latent row is both key and value: what would be the cache of values holds the indexer's keys.
-            index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
-            store_index_keys(keys, place.v_cache, place.step.slots)
-            attended = attend_indexed(q, index, (place.k_cache, place.v_cache), place.step, spec, latent.indexer)
+            hidden = place.hidden_keys if place.hidden_keys is not None else []
+            if not latent.indexer.is_shared:
+                index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
+                store_index_keys(keys, place.v_cache, place.step.slots)
+                hidden[:] = choose_all(index, place.v_cache, place.step, latent.indexer)
+            attended = attend_indexed(q, hidden, place.k_cache, place.step, spec)
         attended = attended[..., latent.rope_dim :]
         values = torch.einsum("thr,hvr->thv", attended, up[:, nope:])
         if self._lora is not None:

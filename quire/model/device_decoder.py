@@ -148,12 +148,20 @@ class DeviceDecoder:
         """Bytes of the weights that are in host memory."""
         return 0 if self._offload is None else self._offload.num_bytes
 
-    def watch_experts(self, lossy: LossyRouting) -> None:
+    def watch_experts(self, lossy: LossyRouting, counts_pairs: bool = False) -> None:
         """Count the tokens of the experts of each layer from now on, and change choices as `lossy` says. Before the first step,
-        on all ranks alike."""
+        on all ranks alike. counts_pairs: those of two experts, too, where the ranks are on several hosts."""
         self._real_rows = RealRows()
         for layer in self._layers:
             layer.watch_experts(lossy, self._real_rows)
+            if counts_pairs and layer.routing is not None and self.ranks is not None and len(set(self.ranks.hosts)) > 1:
+                layer.routing.count_pairs()
+
+    def expert_pairs(self) -> dict[int, Tensor]:
+        """Return the tokens that chose two experts [E, E] i64, on the CPU, of each layer that counts them."""
+        with self.on_device():
+            found = {index: layer.routing.pairs for index, layer in enumerate(self._layers) if layer.routing is not None}
+            return {index: pairs.cpu() for index, pairs in found.items() if pairs is not None}
 
     def expert_counts(self) -> list[RoutingCounts | None]:
         """Return the counts of each layer; None: it has no experts, or they are not watched. Waits for launched steps."""

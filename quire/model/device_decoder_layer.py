@@ -25,7 +25,15 @@ from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
+from quire.kernels.triton.moe import (
+    ExpertBiases,
+    ExpertExtras,
+    Routes,
+    mixture_of_experts,
+    multiply_pairs,
+    pack_inputs,
+    route_pairs,
+)
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
@@ -399,10 +407,14 @@ class DeviceLayer:
 
         def multiply(rows: Tensor, own: Routes, numbers: Tensor | None) -> Tensor:
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts", numbers)
-            return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters))
+            return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters), x.dtype)
+
+        def form(rows: Tensor, num_rows: int) -> Tensor:
+            is_exact = self._is_in_order or lora is not None
+            return rows if is_exact else pack_inputs(rows, num_rows, spec, gate_up, down)
 
         note = None if self.routing is None else self.routing.note
-        out, is_part = self.exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers)
+        out, is_part = self.exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers, form)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

@@ -17,8 +17,11 @@ from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
 MultiplyPairs = Callable[[Tensor, Routes, Tensor | None], Tensor]
-"""(rows [T, N], routes to experts of this rank; negative: none, numbers of the rows' adapters) -> weighted outputs [P, N],
-zeros where there is no expert."""
+"""(rows [T, N] in the form that products read, routes to experts of this rank; negative: none, numbers of the rows' adapters)
+-> weighted outputs [P, N], zeros where there is no expert."""
+
+FormRows = Callable[[Tensor, int], Tensor]
+"""(rows [T, N], number of rows of all ranks) -> the same in the form that products read, in which they are sent."""
 
 HALVES_ROWS = 256
 """Rows of a rank from which on a step is exchanged in two halves; an estimate, not measured."""
@@ -32,10 +35,10 @@ class ExpertExchange:
 
     In steps of few rows every rank has all rows, and computes the pairs of its experts; nothing waits for the host, so such
     steps can be recorded. In larger ones each rank is responsible for a part of the rows. Where ranks have only these, each
-    sends one copy of a row to each rank that has experts of it (all-to-all), in the model's dtype, which the products read;
-    otherwise all have what they compute. The results come back: with `is_in_order` one row for each pair, which are added in
-    the order of choice, as one rank does; otherwise one row for each copy, the sum of its pairs, which are added in the order
-    of ranks. The host waits once for the numbers of rows. With ranks on several hosts see LegMaker.
+    sends one copy of a row to each rank that has experts of it (all-to-all), in the form that the products read; otherwise all
+    have what they compute. The results come back in the model's dtype: with `is_in_order` one row for each pair, which are
+    added in the order of choice, as one rank does; otherwise one row for each copy, the sum of its pairs, which are added in
+    the order of ranks. The host waits once for the numbers of rows. With ranks on several hosts see LegMaker.
 
     From HALVES_ROWS on, rows are exchanged in two halves: while experts compute one, the other is on its way.
 
@@ -100,6 +103,7 @@ class ExpertExchange:
         multiply: MultiplyPairs,
         note: Callable[[Tensor], None] | None = None,
         adapters: Tensor | None = None,
+        form: FormRows | None = None,
     ) -> tuple[Tensor, bool]:
         """Return what the experts give [T, N], and whether that is this rank's part of a sum. While rows are divided: complete
         rows of this rank only, unless it is a part of a sum.
@@ -108,15 +112,17 @@ class ExpertExchange:
         routes    of the same rows
         note      takes the experts of all pairs of all rows
         adapters  [T] i32 the number of each row's LoRA adapter, -1: none; x has all rows then. None: no row has one
+        form      makes what is sent, and what `multiply` gets, of x; None: x itself
         """
         has_own_rows = adapters is None and self.takes_own_rows(x)
         if has_own_rows:
             routes = self._gather_routes(routes)
         if note is not None:
             note(routes.experts)
-        if not self._exchanges(x):
+        exchanges, num_rows = self._exchanges(x), len(routes.experts) // self._top_k
+        x = x if form is None else form(x, num_rows)
+        if not exchanges:
             return self._run_all(x, routes, multiply, adapters)
-        num_rows = len(routes.experts) // self._top_k
         found = self._exchange(x, routes, num_rows, multiply, has_own_rows, adapters)
         return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, num_rows)), False
 

@@ -11,7 +11,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.head_products import multiply_heads
-from quire.kernels.triton.indexer import IndexInputs, attend_chosen
+from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose_keys
 from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -47,7 +47,8 @@ class LatentAttention:
         self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
         up = own["kv_b.weight"].view(spec.num_heads, -1, self._latent.kv_rank)
         indexer = self._latent.indexer
-        self._indexer = None if indexer is None else _Indexer(indexer, self._latent.rope_dim, own, rope, is_in_order)
+        is_choosing = indexer is not None and not indexer.is_shared
+        self._indexer = None if not is_choosing else _Indexer(indexer, self._latent.rope_dim, own, rope, is_in_order)
         self._into, self._out_of = up[:, : self._latent.nope_dim], up[:, self._latent.nope_dim :].transpose(1, 2)
 
     def attend(
@@ -81,11 +82,13 @@ class LatentAttention:
             step.exchange(cache)
         if self._context is not None:
             attended = self._context.attend(q, cache, step, None, self._is_in_order)
-        elif self._indexer is None:
+        elif latent.indexer is None:
             attended = attend(q, cache, step, spec, None, self._is_in_order)
         else:
-            index = self._indexer.inputs(y, read, positions, step, cache, self._prefix)
-            attended = attend_chosen(q, index, cache.k, step, spec, self._indexer.spec, self._is_in_order)
+            if self._indexer is not None:
+                index = self._indexer.inputs(y, read, positions, step, cache, self._prefix)
+                step.chosen[:] = choose_keys(index, cache.k.shape[2], step, latent.indexer)
+            attended = attend_chosen(q, step.chosen, cache.k, spec, self._is_in_order)
         values = multiply_heads(attended, self._out_of, self._is_in_order)
         return (values if lora is None else lora.add_to_values(values, attended, name)).flatten(1)
 

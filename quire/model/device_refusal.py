@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.base.errors import UnsupportedError
+from quire.contracts.mixer_spec import LightningSpec
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 
 MAX_TAPS = 4
@@ -36,6 +37,10 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "xielu in a mixture of experts"
     if not layer.attention.is_causal:
         return "attention in both directions"
+    if layer.kept is not None:
+        return "a residual of what blocks read"
+    if isinstance(layer.mixer, LightningSpec):
+        return "lightning attention"
     if layer.mixer is not None and layer.mixer.conv_size > MAX_TAPS:
         return f"a convolution of more than {MAX_TAPS} taps"
     rope = layer.attention.rope

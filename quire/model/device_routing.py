@@ -78,6 +78,7 @@ class DeviceRouting:
         self._base = correction
         self._bias = torch.zeros(spec.num_experts, device=device)
         self._tokens = torch.zeros(spec.num_experts, dtype=torch.int64, device=device)
+        self._pairs: Tensor | None = None
         self._changes = torch.zeros(4, dtype=torch.float64, device=device)
         self._experts = torch.arange(spec.num_experts, device=device)
 
@@ -105,6 +106,15 @@ class DeviceRouting:
             return self._base
         return self._bias if self._base is None else self._base + self._bias
 
+    def count_pairs(self) -> None:
+        """Count from now on the tokens that choose two experts."""
+        self._pairs = torch.zeros(len(self._tokens), len(self._tokens), dtype=torch.int64, device=self._tokens.device)
+
+    @property
+    def pairs(self) -> Tensor | None:
+        """[E, E] i64 of the tokens so far, on the diagonal those of each expert; None: they are not counted."""
+        return self._pairs
+
     def counters(self) -> Tensor:
         """Return the counts of the layer, f64 [E + 4] on the device."""
         return torch.cat((self._tokens.double(), self._changes))
@@ -112,6 +122,11 @@ class DeviceRouting:
     def note(self, experts: Tensor) -> None:
         """Count the choices [P] of all rows of a step, and adapt the bias."""
         is_counted = self._rows.pairs(self._spec.top_k)
+        if self._pairs is not None:
+            chosen = torch.zeros(len(experts) // self._spec.top_k, len(self._tokens), device=experts.device)
+            marks = (is_counted * (experts >= 0)).float().view(-1, self._spec.top_k)
+            chosen.scatter_add_(1, experts.clamp(min=0).long().view(-1, self._spec.top_k), marks)
+            self._pairs += (chosen.T @ chosen).long()  # exact: a step has fewer tokens than 2 ** 24
         if not self._lossy:
             self._tokens.index_add_(0, experts, is_counted)
             return

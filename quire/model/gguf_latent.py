@@ -92,20 +92,19 @@ def _deepseek2(keys: GgufKeys) -> Config:
 
 
 def _indexed(keys: GgufKeys) -> Config:
-    """Read DeepSeek V3.2, or GLM-5, whose layers must all have an indexer."""
+    """Read DeepSeek V3.2, or GLM-5, of whose layers some may share an indexer."""
     read_gating(keys, SIGMOID, SIGMOID)
     config = {**_rotated(keys, read_latent(keys)), **read_deepseek_experts(keys)}
     types = keys.flags("attention.indexer.types")
     is_old = keys.architecture != "glm-dsa" or keys.required("context_length") < _SHARED_INDEXERS_FROM
-    if not (is_old if types is None else all(types)):
-        raise UnsupportedError(
-            f"{keys.file.path}: layers that share the indexer of another one (attention.indexer.types) are not supported"
-        )
+    if types is None and not is_old:
+        raise UnsupportedError(f"{keys.file.path}: attention.indexer.types must say which layers share the indexer of another")
     return {
         **config,
         "index_n_heads": keys.required("attention.indexer.head_count"),
         "index_head_dim": keys.required("attention.indexer.key_length"),
         "index_topk": keys.required("attention.indexer.top_k"),
+        **({} if types is None else {"indexer_types": ["full" if has_own else "shared" for has_own in types]}),
     }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.contracts.mixer_spec import (
     GatedDeltaSpec,
     GatedNormSpec,
+    LightningSpec,
     Mamba1Spec,
     Mamba2Scales,
     Mamba2Spec,
@@ -49,7 +50,7 @@ class MixerInputs(Protocol):
         ...
 
     def recur(self, inputs: Recurrence) -> Tensor:
-        """Return the outputs [T, Hv, Dv] of a recurrence, whose state is the second one."""
+        """Return the outputs [T, Hv, Dv] of a recurrence, whose state is the last one."""
         ...
 
 
@@ -83,7 +84,7 @@ class HostMixerInputs:
 
     def recur(self, inputs: Recurrence) -> Tensor:
         """See MixerInputs."""
-        pool = self.states[1]
+        pool = self.states[-1]
         return recur(inputs, pool.view(len(pool), *inputs.state_shape), self.starts, self.rows)
 
 
@@ -223,9 +224,18 @@ def _mamba1(x: Tensor, spec: Mamba1Spec, own: MixerInputs) -> Tensor:
     return own.linear(y.to(x.dtype), "mamba.out")
 
 
+def _lightning(x: Tensor, spec: LightningSpec, own: MixerInputs) -> Tensor:
+    qkv = F.silu(own.linear(x, "delta.qkv")).view(len(x), len(spec.decays), 3, spec.head_dim).float()
+    q, k, v = (part.contiguous() for part in qkv.unbind(2))
+    y = own.recur(Recurrence(q, k, v, torch.tensor(spec.decays).repeat(len(x), 1))).flatten(1).to(x.dtype)
+    y = own.parameters["delta.norm.weight"] * _rms(y, spec.norm_eps).to(x.dtype)
+    return own.linear(own.linear(x, "delta.z").sigmoid() * y, "delta.o")
+
+
 _RUNS: dict[type, Callable[..., Tensor]] = {
     GatedDeltaSpec: _gated_delta,
     ShortConvSpec: _short_conv,
     Mamba2Spec: _mamba2,
     Mamba1Spec: _mamba1,
+    LightningSpec: _lightning,
 }

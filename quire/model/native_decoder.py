@@ -332,10 +332,25 @@ class NativeDecoder:
             *places,
             row_adapters=0 if numbers is None else numbers.ctypes.data,
             **self._state_rows(runs.states, len(runs.ends)),
+            **self._bounds(runs),
         )
         if is_best_alone and min(best, default=0) < 0:
             return self.logits_of(logit_rows if keeps_all else range(len(logit_rows))), best
         return logits, best if wants_best else None
+
+    def _bounds(self, runs: TokenRuns) -> dict[str, Any]:
+        """Return the arguments of a step that say which sequences skip runs, and let the bounds of ended ones go."""
+        if runs.bounds is None:
+            return {}
+        keys, firsts, gaps, ended = runs.bounds
+        self._plan.forget_bounds(ended)
+        return {"bound_keys": keys, "bound_firsts": firsts, "bound_gaps": gaps} if any(keys) else {}
+
+    @property
+    def run_counts(self) -> tuple[int, int]:
+        """See StepDecoder; of the heads of this rank."""
+        looked, skipped = self._plan.run_counts()
+        return looked, skipped
 
     def _note_hidden_rows(self, rows: list[int] | None, num_logit_rows: int, keeps_all: bool) -> None:
         """Record where hidden_states finds these rows: in place, or after those with logits."""

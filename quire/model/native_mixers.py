@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Scales, Mamba2Spec, MixerSpec, ShortConvSpec
+from quire.contracts.mixer_spec import (
+    GatedDeltaSpec,
+    LightningSpec,
+    Mamba1Spec,
+    Mamba2Scales,
+    Mamba2Spec,
+    MixerSpec,
+    ShortConvSpec,
+)
 from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, NormSpec
 from quire.model.mixer_shards import mixer_heads
 from quire.model.native_weights import NativeWeight
@@ -29,6 +37,8 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
         return None
     if layer.attention != NO_ATTENTION and layer.attn_out is not None:
         return "a norm on the output of attention next to a recurrent mixer"
+    if isinstance(mixer, LightningSpec):
+        return "lightning attention"
     taps, rows = mixer.conv_size, 1
     if isinstance(mixer, GatedDeltaSpec):
         rows = mixer.k_dim

@@ -88,6 +88,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"an indexer whose keys have an odd number of values, or more than {_MAX_INDEX_DIM}"
     if len({None if one is None else one.top_k for one in indexers}) > 1:
         return "an indexer of keys in some layers, or of other numbers of keys"
+    if any(layer.kept is not None for layer in spec.layers):
+        return "a residual of what blocks read"
     for layer in spec.layers:
         refusal = mixer_refusal(layer)
         if refusal is not None:
@@ -488,7 +490,9 @@ class NativeModelBuilder:
         if latent.q_rank is not None:
             self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
         self._set_norm(layer.latent_kv_norm, latent.norm, f"{prefix}kv_a_norm", latent.kv_rank)
-        if latent.indexer is not None:
+        if latent.indexer is not None and latent.indexer.is_shared:
+            layer.share_choice(latent.indexer.top_k)
+        elif latent.indexer is not None:
             indexer, weights = latent.indexer, (self._pack(f"{prefix}index_{name}") for name in ("q", "k", "weights"))
             layer.set_indexer(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.is_interleaved, *weights)
             self._set_norm(layer.index_k_norm, indexer.norm, f"{prefix}index_k_norm", indexer.head_dim)

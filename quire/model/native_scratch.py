@@ -31,7 +31,8 @@ def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_thre
     angles = sum(2 * 4 * rope.dim * max(_FIRST_POSITIONS, max_model_len) for rope in ropes)
     rounding = _NUM_ARRAYS * _HUGE_PAGE_BYTES
     gathered = max(
-        _gathered_bytes(layer.attention, max_model_len, 2 if spec.dtype == "bfloat16" else 4) for layer in spec.layers
+        _gathered_bytes(layer.attention, max_model_len, 2 if spec.dtype == "bfloat16" else 4, num_tokens)
+        for layer in spec.layers
     )
     return 4 * num_tokens * row_words + rows + attention + angles + rounding + gathered
 
@@ -73,13 +74,15 @@ def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: i
     return num_threads * _tile_bytes(attention) + num_cut * _cut_bytes(attention, max_model_len)
 
 
-def _gathered_bytes(attention: AttentionSpec, max_model_len: int, element_bytes: int) -> int:
-    """Return the memory of the keys that an indexer chooses, twice each, and of two numbers for each that it chooses from."""
+def _gathered_bytes(attention: AttentionSpec, max_model_len: int, element_bytes: int, num_tokens: int) -> int:
+    """Return the memory of the keys that an indexer chooses, and of two numbers for each that it chooses from;
+    which they are is kept for all tokens where layers share it."""
     if attention.latent is None or attention.latent.indexer is None:
         return 0
     num_keys = min(attention.latent.indexer.top_k, max_model_len) + _RUN_TOKENS
-    gathered = num_keys * (2 * attention.head_dim * element_bytes + 4)
-    return _GATHERED_PIECES * (gathered + 8 * (max_model_len + _RUN_TOKENS)) + _HUGE_PAGE_BYTES
+    gathered = num_keys * (attention.head_dim * element_bytes + 4)
+    kept = 4 * num_keys * num_tokens if attention.latent.indexer.is_shared else 0
+    return _GATHERED_PIECES * (gathered + 8 * (max_model_len + _RUN_TOKENS)) + kept + _HUGE_PAGE_BYTES
 
 
 def _row_words(spec: ModelSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
+from quire.contracts.mixer_spec import GatedDeltaSpec, LightningSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -227,7 +227,11 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
         **_linear("kv_a", rank + latent.rope_dim, hidden, latent.has_bias),
         **_norm("kv_a_norm", latent.norm, rank),
         **_linear("kv_b", spec.num_heads * (latent.nope_dim + latent.value_dim), rank, False),
-        **({} if latent.indexer is None else _indexer(latent.indexer, latent.q_rank or hidden, hidden)),
+        **(
+            {}
+            if latent.indexer is None or latent.indexer.is_shared
+            else _indexer(latent.indexer, latent.q_rank or hidden, hidden)
+        ),
         **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 
@@ -267,7 +271,18 @@ def mixer_shapes(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
         return _mamba2(spec, hidden)
     if isinstance(spec, Mamba1Spec):
         return _mamba1(spec, hidden)
+    if isinstance(spec, LightningSpec):
+        return _lightning(spec.channels, hidden)
     return _short_conv(spec, hidden)
+
+
+def _lightning(channels: int, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("delta.qkv", 3 * channels, hidden, False),
+        **_linear("delta.z", channels, hidden, False),
+        "delta.norm.weight": (channels,),
+        **_linear("delta.o", hidden, channels, False),
+    }
 
 
 def _gated_delta(spec: GatedDeltaSpec, hidden: int) -> dict[str, Shape]:

@@ -118,6 +118,7 @@ class StageDecoder(NativeDecoder):
             rows=rows,
             row_adapters=0 if numbers is None else numbers.ctypes.data,
             **self._state_rows(runs.states, len(runs.ends)),
+            **self._bounds(runs),
         )
         if is_best_only and min(best, default=0) < 0:
             first = out.wanted[: out.num_logits] if out.keeps_all else list(range(out.num_logits))

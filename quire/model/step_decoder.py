@@ -24,6 +24,8 @@ class StepDecoder(ABC):
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
         self._kept_rows: list[int] | None = None
+        self.run_counts = (0, 0)
+        """Runs that might have been skipped, and that were; see RunSkips."""
 
     @abstractmethod
     def forward(
@@ -79,9 +81,12 @@ class StepDecoder(ABC):
     ) -> tuple[Tensor, list[int] | None]:
         """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
         self._kept_rows = None if keeps_all else logit_rows
-        return self.step(
-            *runs.tensors(kv.spec.block_size, has_windows=kv.spec.window_tokens is not None), kv, logit_rows, True, hidden_rows
-        ), None
+        tokens = runs.tensors(kv.spec.block_size, has_windows=kv.spec.window_tokens is not None)
+        logits = self.step(*tokens, kv, logit_rows, True, hidden_rows)
+        if tokens[2].skips is not None:
+            looked, skipped = tokens[2].skips.counts
+            self.run_counts = self.run_counts[0] + looked, self.run_counts[1] + skipped
+        return logits, None
 
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
         """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""

@@ -60,7 +60,7 @@ class StoredTensors:
         if isinstance(whole, StoredWeight):
             whole = self._unpack(piece, whole, keeps_float8)
         else:
-            whole = whole if piece.entry is None else whole[piece.entry]
+            whole = _entry_of(whole, piece)
             whole = whole.t() if piece.is_transposed else whole
         if piece.rows is None:
             return whole
@@ -74,8 +74,7 @@ class StoredTensors:
         """Release the pages of pieces."""
         for piece in (piece for group in groups for piece in group):
             stored = self._stored[piece.name]
-            if isinstance(stored, Tensor) and piece.entry is not None:
-                stored = stored[piece.entry]
+            stored = _entry_of(stored, piece) if isinstance(stored, Tensor) else stored
             self.spent.add(stored.tensors if isinstance(stored, StoredWeight) else (stored,))
 
     def _unpack(self, piece: Piece, weight: StoredWeight, keeps_float8: bool) -> DenseOrQuantized:
@@ -87,6 +86,13 @@ class StoredTensors:
         if piece.rows is not None:
             self._last_name, self._last = piece.name, unpacked
         return unpacked
+
+
+def _entry_of(stored: Tensor, piece: Piece) -> Tensor:
+    """Return the entry of a stack, or the whole tensor."""
+    if piece.entry is None:
+        return stored
+    return (stored if piece.num_entries is None else stored.unflatten(0, (piece.num_entries, -1)))[piece.entry]
 
 
 class CheckpointParameter(StoredParameter):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.recurrent import StateRows
+from quire.kernels.reference.run_skips import RunSkips
 
 BlockTable = NDArray[np.int64]
 
@@ -62,6 +63,26 @@ class TreePlaces:
     ancestors: NDArray[np.uint64]
 
 
+class BoundsRequest(NamedTuple):
+    """Which of S sequences skip runs of keys by bounds of their scores; see kernels/reference/run_skips.py.
+
+    keys    of each sequence a number that no other one has had, under which the bounds of its keys are kept; 0: it reads all
+    firsts  positions from which on its tokens skip runs
+    gaps    see RunSkips
+    ended   keys whose bounds are not needed any more
+    """
+
+    keys: list[int]
+    firsts: list[int]
+    gaps: list[float]
+    ended: list[int]
+
+    def skips(self, counts: NDArray[np.int64], positions: NDArray[np.int64]) -> RunSkips:
+        """Return which of the tokens at some positions [T] skip runs; counts: of the tokens of each sequence."""
+        skips = (positions >= np.repeat(self.firsts, counts)) & (np.repeat(self.keys, counts) != 0)
+        return RunSkips(torch.from_numpy(np.where(skips, np.repeat(self.gaps, counts), np.inf).astype(np.float32)))
+
+
 class TokenRuns(NamedTuple):
     """Runs of tokens of S sequences, one run after the other. Plain lists: the native kernels take them as they are.
 
@@ -75,6 +96,7 @@ class TokenRuns(NamedTuple):
     adapters   keys of the S sequences' LoRA adapters, "": none; None: no sequence has one
     num_dropped  S numbers of tokens that the cache has no longer: `ends` are places in the cache, and positions minus these.
                None: all are 0
+    bounds     None: no sequence skips runs
     """
 
     token_ids: list[int]
@@ -87,6 +109,7 @@ class TokenRuns(NamedTuple):
     states: StateRows | None = None
     adapters: list[str] | None = None
     num_dropped: list[int] | None = None
+    bounds: BoundsRequest | None = None
 
     def positions(self) -> NDArray[np.int64]:
         """Return the positions [T] of the tokens; those of a tree by their depths."""
@@ -149,6 +172,7 @@ class TokenRuns(NamedTuple):
             short_ropes=None if short is None else torch.from_numpy(short),
             states=self.states,
             adapters=adapter_rows(self.adapters, self.starts),
+            skips=None if self.bounds is None else self.bounds.skips(counts, positions),
         )
         if has_windows:
             window = replace(attention, slots=window_slots, block_tables=window_tables, decode_groups={})

@@ -6,6 +6,7 @@ Results depend only on the arguments, so that all processes that compute one get
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,12 +32,20 @@ class Move:
     new: int
 
 
-def place(tokens: Sequence[float], counts: Sequence[int], shares: Sequence[float] | None = None) -> ExpertPlacement:
+def place(
+    tokens: Sequence[float],
+    counts: Sequence[int],
+    shares: Sequence[float] | None = None,
+    num_hosts: int = 1,
+    pairs: NDArray[np.int64] | None = None,
+) -> ExpertPlacement:
     """Return a placement that balances the load of the ranks.
 
     tokens  of each expert
     counts  slots of each rank; together at least one for each expert, and none has more slots than there are experts
     shares  relative speed of each rank; None: equal
+    num_hosts, pairs  as many consecutive ranks are on each host; [E, E] tokens that chose both experts, symmetric. Those that
+            are chosen together are then placed on one host, as far as the hosts' loads stay within MAX_IMBALANCE
 
     Slots in excess of the experts become copies of those with the largest load for each copy. Then the heaviest are placed
     first, each on the rank with the least load.
@@ -47,6 +56,8 @@ def place(tokens: Sequence[float], counts: Sequence[int], shares: Sequence[float
     copies = _choose_copies(loads, counts)
     speeds = relative_shares(shares, len(counts))
     found = _place_heaviest_first(loads / copies, copies, counts, speeds)
+    if num_hosts > 1 and pairs is not None:
+        found = _gather_pairs(found, loads / copies, pairs / np.outer(copies, copies), speeds, num_hosts)
     return ExpertPlacement(len(loads), tuple(tuple(sorted(experts)) for experts in found))
 
 
@@ -100,6 +111,50 @@ def _place_heaviest_first(loads: Loads, copies: NDArray[np.int64], counts: Seque
     return ranks
 
 
+def _gather_pairs(
+    ranks: list[set[int]], loads: Loads, pairs: NDArray[np.float64], speeds: Loads, num_hosts: int
+) -> list[set[int]]:
+    """Exchange experts between hosts, always the two that bring the most pairs together (Kernighan and Lin, 1970), then place
+    those of each host on its ranks."""
+    size = len(check_hosts(len(ranks), num_hosts))
+    held = np.zeros((num_hosts, len(loads)), np.int64)  # copies of each expert on each host
+    for rank, own in enumerate(ranks):
+        held[rank // size, list(own)] += 1
+    host_speeds, affinity = speeds.reshape(num_hosts, size).sum(1), pairs - np.diag(np.diag(pairs))
+    ceiling = max(float((held @ loads / host_speeds).max()), MAX_IMBALANCE * float((held @ loads).sum() / host_speeds.sum()))
+    for _ in range(len(loads) * num_hosts):
+        near, totals = affinity @ held.T, held @ loads
+        best, gain = (0, 0, 0, 0), _LEAST_GAIN * affinity.sum()
+        for one, other in itertools.combinations(range(num_hosts), 2):
+            given, taken = (np.flatnonzero((held[a] > 0) & (held[b] == 0)) for a, b in ((one, other), (other, one)))
+            if not len(given) or not len(taken):
+                continue
+            moved = loads[given][:, None] - loads[taken]
+            gains = (near[given, other] - near[given, one])[:, None] + near[taken, one] - near[taken, other]
+            gains -= 2 * affinity[np.ix_(given, taken)]
+            peaks = np.maximum((totals[one] - moved) / host_speeds[one], (totals[other] + moved) / host_speeds[other])
+            gains[peaks > ceiling] = -np.inf
+            i, j = (int(at) for at in np.unravel_index(gains.argmax(), gains.shape))
+            if gains[i, j] > gain:
+                best, gain = (one, int(given[i]), other, int(taken[j])), float(gains[i, j])
+        one, a, other, b = best
+        if one == other:
+            break
+        held[one, a], held[one, b], held[other, a], held[other, b] = held[one, a] - 1, 1, 1, held[other, b] - 1
+    found: list[set[int]] = []
+    for host, copies in enumerate(held):
+        own = slice(host * size, (host + 1) * size)
+        found += _place_heaviest_first(loads, copies, [len(each) for each in ranks[own]], speeds[own])
+    return found
+
+
+def check_hosts(num_ranks: int, num_hosts: int) -> range:
+    """Return the ranks of the first host. Raises ConfigError where hosts have unequal numbers of ranks."""
+    if num_hosts < 1 or num_ranks % num_hosts:
+        raise ConfigError(f"the number of hosts must divide the {num_ranks} ranks, got {num_hosts}")
+    return range(num_ranks // num_hosts)
+
+
 def _make_room(expert: int, ranks: list[set[int]], counts: Sequence[int], totals: Loads, loads: Loads) -> bool:
     """Put an expert on a full rank, one of whose experts moves to a rank with room, which has this one already."""
     for to in (rank for rank, own in enumerate(ranks) if len(own) < counts[rank]):
@@ -138,9 +193,10 @@ def improve(
     shares: Sequence[float] | None = None,
     limit: float = MAX_IMBALANCE,
     max_moves: int = 20,
+    num_hosts: int = 1,
 ) -> list[Move]:
     """Return the moves that bring max/mean to `limit`, or as near as `max_moves` of them can; see improve_changes."""
-    return [move for change in improve_changes(placement, tokens, shares, limit, max_moves) for move in change]
+    return [move for change in improve_changes(placement, tokens, shares, limit, max_moves, num_hosts) for move in change]
 
 
 def improve_changes(
@@ -149,15 +205,18 @@ def improve_changes(
     shares: Sequence[float] | None = None,
     limit: float = MAX_IMBALANCE,
     max_moves: int = 20,
+    num_hosts: int = 1,
 ) -> list[list[Move]]:
     """Return the changes that bring max/mean to `limit`, or as near as `max_moves` moves can. After each of them every expert
     has a slot.
 
     Each step takes from the rank with the largest load: either a slot of an expert with several copies gets a copy of one of
     its experts (one move), or it exchanges an expert with another rank (two moves). The change after which the larger load of
-    the ranks involved is least is made, as long as that is less than before.
+    the ranks involved is least is made, as long as that is less than before. With num_hosts, see `place`, experts stay on their
+    hosts as long as any change within the busiest rank's host helps.
     """
-    state = _BalanceState(placement, np.asarray(tokens, np.float64), relative_shares(shares, len(placement.ranks)))
+    speeds = relative_shares(shares, len(placement.ranks))
+    state = _BalanceState(placement, np.asarray(tokens, np.float64), speeds, len(check_hosts(len(speeds), num_hosts)))
     changes: list[list[Move]] = []
     num_left = max_moves
     while num_left > 0 and state.imbalance() > limit:
@@ -182,10 +241,13 @@ def apply_moves(placement: ExpertPlacement, moves: Sequence[Move]) -> ExpertPlac
 
 
 class _BalanceState:
-    """A placement while `improve` changes it: has[rank, expert], and the load of each rank, divided by its speed."""
+    """A placement while `improve` changes it: has[rank, expert], and the load of each rank, divided by its speed.
 
-    def __init__(self, placement: ExpertPlacement, loads: Loads, speeds: Loads) -> None:
-        self.loads, self.speeds = loads, speeds
+    host_size  consecutive ranks that are on one host
+    """
+
+    def __init__(self, placement: ExpertPlacement, loads: Loads, speeds: Loads, host_size: int) -> None:
+        self.loads, self.speeds, self.host_size = loads, speeds, host_size
         self.has = np.zeros((len(placement.ranks), placement.num_experts), bool)
         for rank, experts in enumerate(placement.ranks):
             self.has[rank, list(experts)] = True
@@ -207,19 +269,23 @@ class _BalanceState:
         """Return the best next change; empty: none is better than what there is."""
         current = self._rank_loads(self.has)
         busiest, mean = int(current.argmax()), self.loads.sum() / len(self.speeds)
-        best, peak = self._best_copy(busiest)
-        if max_moves >= 2:
-            swap, swap_peak = self._best_swap(busiest, current)
-            if swap_peak < peak:
-                best, peak = swap, swap_peak
-        return best if peak < current[busiest] - _LEAST_GAIN * mean else []
+        first = busiest - busiest % self.host_size
+        for ranks in (range(first, first + self.host_size), range(len(self.speeds))):
+            best, peak = self._best_copy(busiest, ranks)
+            if max_moves >= 2:
+                swap, swap_peak = self._best_swap(busiest, current, ranks)
+                if swap_peak < peak:
+                    best, peak = swap, swap_peak
+            if peak < current[busiest] - _LEAST_GAIN * mean:
+                return best
+        return []
 
-    def _best_swap(self, busiest: int, current: Loads) -> tuple[list[Move], float]:
+    def _best_swap(self, busiest: int, current: Loads, ranks: range) -> tuple[list[Move], float]:
         """Return the best exchange of an expert of the busiest rank with another rank, and the larger load of both after it."""
         each = self.loads / self.has.sum(0)
         own = np.flatnonzero(self.has[busiest])
         best, peak = list[Move](), float("inf")
-        for rank in range(len(self.speeds)):
+        for rank in ranks:
             given = own[~self.has[rank, own]]
             taken = np.flatnonzero(self.has[rank] & ~self.has[busiest])
             if rank == busiest or not len(given) or not len(taken):
@@ -233,11 +299,11 @@ class _BalanceState:
                 best, peak = [Move(busiest, a, b), Move(rank, b, a)], found
         return best, peak
 
-    def _best_copy(self, busiest: int) -> tuple[list[Move], float]:
+    def _best_copy(self, busiest: int, ranks: range) -> tuple[list[Move], float]:
         """Return the best replacement of a copy by one of an expert of the busiest rank, and the largest load after it."""
         copies = self.has.sum(0)
         best, peak = list[Move](), float("inf")
-        for rank in range(len(self.speeds)):
+        for rank in ranks:
             wanted = np.flatnonzero(self.has[busiest] & ~self.has[rank])
             for old in np.flatnonzero(self.has[rank] & (copies > 1)).tolist():
                 for new in wanted.tolist():

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.base.errors import ConfigError
 from quire.parallel.expert_placement import ExpertPlacement
 
@@ -43,9 +46,31 @@ def read_placements(path: str, num_experts: Mapping[int, int], num_ranks: int | 
     return found
 
 
-def write_loads(path: str, tokens: Mapping[int, Sequence[int]]) -> None:
-    """Write the tokens of each expert of each layer, by the layer's index in the model."""
-    _write(path, _LOAD, {layer: list(counts) for layer, counts in tokens.items()})
+def write_loads(
+    path: str, tokens: Mapping[int, Sequence[int]], pairs: Mapping[int, Sequence[Sequence[int]]] | None = None
+) -> None:
+    """Write the tokens of each expert of each layer, by the layer's index in the model; pairs: those that chose two experts."""
+    entries = {layer: list(counts) for layer, counts in tokens.items()}
+    _write(path, _LOAD, entries, {layer: [list(row) for row in rows] for layer, rows in (pairs or {}).items()})
+
+
+def read_pairs(path: str, tokens: Mapping[int, Sequence[int]]) -> dict[int, NDArray[np.int64]]:
+    """Return the tokens that chose two experts [E, E] of each layer; tokens: what read_loads returned. Raises ConfigError if
+    the file has none, which only GPU ranks on several hosts count."""
+    _read(path, _LOAD, None)
+    entries: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8")).get("pairs")
+    if not isinstance(entries, dict) or set(entries) != set(map(str, tokens)):
+        raise ConfigError(f"expert load {path} has no pairs of experts of its layers: GPU ranks on several hosts count them")
+    found: dict[int, NDArray[np.int64]] = {}
+    for layer, counts in tokens.items():
+        rows = entries[str(layer)]
+        is_square = isinstance(rows, list) and len(rows) == len(counts)
+        if not is_square or any(not _is_ints(row) or len(row) != len(counts) or min(row) < 0 for row in rows):
+            raise ConfigError(f"expert load {path}: pairs of layer {layer} must be {len(counts)} rows of so many integers >= 0")
+        found[layer] = np.array(rows, np.int64)
+        if (found[layer] != found[layer].T).any():
+            raise ConfigError(f"expert load {path}: pairs of layer {layer} must be symmetric")
+    return found
 
 
 def read_loads(path: str, num_experts: Mapping[int, int] | None = None) -> dict[int, list[int]]:
@@ -70,13 +95,17 @@ def _is_ints(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
-def _write(path: str, kind: str, layers: Mapping[int, list[Any]]) -> None:
+def _write(path: str, kind: str, layers: Mapping[int, list[Any]], pairs: Mapping[int, list[Any]] | None = None) -> None:
     """Write a file, whole or not at all: readers never see a part."""
-    lines = ",\n".join(f'  "{layer}": {json.dumps(value)}' for layer, value in sorted(layers.items()))
+    lines, more = (
+        ",\n".join(f'  "{layer}": {json.dumps(value)}' for layer, value in sorted(each.items()))
+        for each in (layers, pairs or {})
+    )
+    more = f', "pairs": {{\n{more}\n}}' if more else ""
     target = Path(path).expanduser()
     written = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
-        written.write_text(f'{{"kind": "{kind}", "version": 1, "layers": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        written.write_text(f'{{"kind": "{kind}", "version": 1, "layers": {{\n{lines}\n}}{more}}}\n', encoding="utf-8")
         written.replace(target)
     except OSError as error:
         raise ConfigError(f"the {kind} cannot be written to {path}: {error.strerror}") from error

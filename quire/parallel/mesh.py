@@ -89,11 +89,3 @@ class DeviceMesh:
             return all(getattr(at, name) == getattr(own, name) for name in fixed)
 
         return tuple(other for other in range(self.size) if is_member(other))
-
-    def is_first_stage(self, rank: int) -> bool:
-        """Return whether a rank has the embedding."""
-        return self.coordinates(rank).pipeline == 0
-
-    def is_last_stage(self, rank: int) -> bool:
-        """Return whether a rank has the LM head."""
-        return self.coordinates(rank).pipeline == self.pipeline - 1

@@ -41,11 +41,6 @@ class HeadRange:
         return f"heads {heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
 
 
-def equal_shares(num_ranks: int) -> tuple[float, ...]:
-    """Return equal shares."""
-    return (1.0,) * num_ranks
-
-
 def shard_range(total: int, rank: int, shares: Sequence[float], multiple: int = 1) -> ShardRange:
     """Return the range of a rank when `total` elements are divided by shares, at multiples of `multiple`.
 

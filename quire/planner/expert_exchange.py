@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
+from quire.contracts.expert_options import float8_row_bytes
 from quire.contracts.model_spec import MoeSpec
 
 EXCHANGED_BYTES = 1 << 20
@@ -13,21 +14,21 @@ EXCHANGED_BYTES = 1 << 20
 HALVES_ROWS = 256
 """Rows of a rank from which on they are exchanged in two halves."""
 
-PAYLOADS = ("model", "int8", "fp8")
+PAYLOADS = ("auto", "model", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinks:
     """How rows travel. Raises ConfigError.
 
-    payload      of the rows that experts read: the model's dtype, or a byte for each value and four for a row's scale. Results
-                 are in the model's dtype
+    payload      of the rows that experts read: the model's dtype, float8 with a scale for each row, or "auto": what GPU ranks
+                 send. Results are in the model's dtype
     num_hosts    that the ranks are divided among; has_stages: a row goes once to each host, and is spread there
     halves       whether rows are exchanged in two halves; None: from HALVES_ROWS on
     network_bytes_per_s  between hosts, of each device; an assumption
     """
 
-    payload: str = "model"
+    payload: str = "auto"
     num_hosts: int = 1
     has_stages: bool = True
     halves: bool | None = None
@@ -41,9 +42,10 @@ class ExpertLinks:
         if not 0 < self.network_bytes_per_s < math.inf:
             raise ConfigError(f"--network-gb-per-s must be a number > 0, got {self.network_bytes_per_s / 1e9:g}")
 
-    def row_bytes(self, width: int, value_bytes: int) -> float:
-        """Return the bytes of a row that experts read."""
-        return width * value_bytes if self.payload == "model" else width + 4
+    def row_bytes(self, width: int, value_bytes: int, is_float8: bool) -> int:
+        """Return the bytes of a row that experts read; is_float8: GPU ranks send it in float8."""
+        is_wide = self.payload == "model" or (self.payload == "auto" and not is_float8)
+        return width * value_bytes if is_wide else float8_row_bytes(width, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,22 @@ def copies_of_a_row(mlp: MoeSpec, num_ranks: int, links: ExpertLinks) -> tuple[f
 
 
 def dispatch_and_combine(
-    mlp: MoeSpec, hidden_size: int, num_ranks: int, links: ExpertLinks, value_bytes: int, is_gathered: bool
+    mlp: MoeSpec,
+    hidden_size: int,
+    num_ranks: int,
+    links: ExpertLinks,
+    value_bytes: int,
+    is_gathered: bool,
+    is_float8: bool = False,
 ) -> tuple[Traffic, Traffic]:
     """Return what a layer sends to the experts, and what comes back.
 
     is_gathered  with deterministic: all ranks have all rows, so none is sent, and each pair comes back as a row of its own
+    is_float8    the products take inputs in float8
     """
     local, network, stages = copies_of_a_row(mlp, num_ranks, links)
     width = mlp.latent_size or hidden_size
-    there = links.row_bytes(width, value_bytes) / num_ranks
+    there = links.row_bytes(width, value_bytes, is_float8) / num_ranks
     dispatch = Traffic() if is_gathered else Traffic(stages, local * there, network * there)
     back = width * value_bytes / num_ranks
     if is_gathered:

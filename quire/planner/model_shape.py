@@ -13,6 +13,7 @@ from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, ModelSpec, MoeSpec
 
 _SCALE_BYTES = 4
+_ATTENTION_MODULES = [["q"], ["k"], ["v"], ["kv_b"], ["o"], ["attn_gate"]]
 KV_FORMATS: dict[str, tuple[float, bool]] = {
     "float32": (4.0, False),
     "bfloat16": (2.0, False),
@@ -118,6 +119,7 @@ class ModelShape:
     caches             what the pools keep, see KvSpec: the full group, and the window group where the engine may have one.
                        Empty: every layer of `attention` keeps all tokens
     head_dims          sizes of the heads that have keys and values, each once; empty in older records
+    num_attention      weights of attention that ranks divide by heads, which homes hold whole; 0 in older records
     """
 
     name: str
@@ -136,6 +138,7 @@ class ModelShape:
     copy_bytes: int = 0
     caches: tuple[CacheGroup, ...] = ()
     head_dims: tuple[int, ...] = ()
+    num_attention: int = 0
 
     @classmethod
     def of(
@@ -173,6 +176,9 @@ class ModelShape:
             copy_bytes=copy_bytes,
             caches=_cache_groups(spec, kept_layers, is_gpu),
             head_dims=head_dims_of(spec),
+            num_attention=sum(
+                math.prod(shape) for name, shape in report.parameters.items() if name.split(".")[2:3] in _ATTENTION_MODULES
+            ),
         )
 
     @classmethod
@@ -275,7 +281,7 @@ def _num_stored(one: AttentionSpec) -> int:
     size = one.num_kv_heads * one.head_dim
     if one.latent is None:
         return 2 * size
-    return size if one.latent.indexer is None else size + one.latent.indexer.head_dim
+    return size if one.latent.indexer is None else size + one.latent.indexer.key_size
 
 
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
@@ -290,8 +296,7 @@ def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -
         kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype, kv.is_joined)
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
-            num_elements = sum((1 if kv.is_joined else 2) * heads * dim for heads, dim in shapes)
-            num_elements += sum(kv.index_dims[i] for i in of_group) if kv.index_dims else 0
+            num_elements = sum(heads * (dim + kv.value_size(i)) for i, (heads, dim) in of_group.items())
             groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept, kv.is_joined))
     return tuple(groups)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.base.errors import ConfigError
+from quire.contracts.expert_options import is_float8_step
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.planner.expert_exchange import (
     EXCHANGED_BYTES,
@@ -16,157 +16,56 @@ from quire.planner.expert_exchange import (
     dispatch_and_combine,
     seconds_in_halves,
 )
-from quire.planner.hardware import HARDWARE, Hardware, find_hardware
-from quire.planner.model_shape import ModelShape
+from quire.planner.hardware import Hardware
+from quire.planner.layout import Layout
+from quire.planner.model_shape import KV_FORMATS, ModelShape
+from quire.planner.rank_exchange import (
+    DIVIDED_TOKENS,
+    Exchange,
+    StepTokens,
+    around_experts,
+    context_exchange,
+    layer_exchange,
+    step_exchange,
+)
 from quire.planner.step_time import StepWork, step_bytes, step_flops
 
-_PART = re.compile(r"(tp|ep|pp|dp)([1-9][0-9]{0,4})")
-_CLUSTER = re.compile(r"(.+?)x([1-9][0-9]{0,4})")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How devices share a model.
-
-    num_tensor    ranks that share every layer; has_whole_experts: each of them holds experts whole, the rest is sharded
-    num_stages    pipeline stages
-    num_replicas  that divide the sequences
-    """
-
-    num_tensor: int = 1
-    has_whole_experts: bool = False
-    num_stages: int = 1
-    num_replicas: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Return the layout of "tp4", "ep8", "pp2", "dp2" or several of them ("tp4xdp2"). Raises ConfigError."""
-        found: dict[str, int] = {}
-        for part in text.split("x"):
-            match = _PART.fullmatch(part)
-            if match is None or match[1] in found:
-                raise ConfigError(
-                    f"--layout must be tpN, epN (tensor-parallel ranks with whole experts), ppN, dpN, each once, or several "
-                    f"with x between (tp4xdp2), got {text!r}"
-                )
-            found[match[1]] = int(match[2])
-        if {"tp", "ep"} <= found.keys():
-            raise ConfigError(f"--layout must have tp or ep: epN are N tensor-parallel ranks with whole experts; got {text!r}")
-        return cls(found.get("tp", found.get("ep", 1)), "ep" in found, found.get("pp", 1), found.get("dp", 1))
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all replicas."""
-        return self.num_tensor * self.num_stages * self.num_replicas
-
-    @property
-    def name(self) -> str:
-        """As `parse` takes it."""
-        kind = "ep" if self.has_whole_experts else "tp"
-        parts = ((kind, self.num_tensor), ("pp", self.num_stages), ("dp", self.num_replicas))
-        return "x".join(f"{name}{count}" for name, count in parts if count > 1) or "tp1"
-
-
-def parse_cluster(text: str) -> tuple[Hardware, int]:
-    """Return the device and the number of them of "H100x8"; one, if no number is given. Raises ConfigError."""
-    match = None if text.lower() in HARDWARE else _CLUSTER.fullmatch(text)
-    return (find_hardware(text), 1) if match is None else (find_hardware(match[1]), int(match[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What the ranks of a tensor-parallel group exchange in a layer, or in a step: collectives, and bytes that each rank
-    receives for a token."""
-
-    num_calls: int
-    num_bytes: float
-
-    def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.num_calls + other.num_calls, self.num_bytes + other.num_bytes)
-
-
-def gathered_widths(layer: LayerSpec, hidden_size: int, has_whole_experts: bool) -> list[int]:
-    """Return the values of a token that each collective of a layer gathers, where every weight is sharded by its outputs."""
-    attention, mlp = layer.attention, layer.mlp
-    head = attention.head_dim if attention.latent is None else attention.latent.value_dim
-    widths = [attention.num_heads * head, hidden_size]
-    if not isinstance(mlp, MoeSpec):
-        return [*widths, mlp.intermediate_size, hidden_size]
-    if mlp.shared is not None:
-        widths += [mlp.shared.intermediate_size, hidden_size]
-    inner = [] if has_whole_experts else [mlp.top_k * mlp.expert.intermediate_size]
-    return [*widths, *inner, mlp.top_k * hidden_size]
-
-
-def layer_exchange(layer: LayerSpec, hidden_size: int, layout: Layout, is_gathered: bool, value_bytes: int) -> Exchange:
-    """Return what a layer exchanges.
-
-    is_gathered  weights are sharded by their outputs and results are gathered, as on CPUs and with deterministic; otherwise
-                 two all-reduces in a ring
-    """
-    size = layout.num_tensor
-    if size == 1:
-        return Exchange(0, 0.0)
-    others = (size - 1) / size * value_bytes
-    if is_gathered:
-        widths = gathered_widths(layer, hidden_size, layout.has_whole_experts)
-        return Exchange(len(widths), sum(widths) * others)
-    return Exchange(2, 2 * 2 * hidden_size * others)
-
-
-def around_experts(layer: LayerSpec, hidden_size: int, layout: Layout, is_gathered: bool, value_bytes: int) -> Exchange:
-    """Return what a layer exchanges in addition to the rows of its experts.
-
-    Its ranks add up attention for their rows (reduce-scatter), gather the routes, and gather the rows of the next layer. With
-    is_gathered all have all rows: attention and its output are gathered, and the results of the experts.
-    """
-    assert isinstance(layer.mlp, MoeSpec)
-    others = (layout.num_tensor - 1) / layout.num_tensor
-    shared = layer.mlp.shared
-    if is_gathered:
-        widths = [*gathered_widths(layer, hidden_size, True)[:-1], hidden_size]
-        return Exchange(len(widths), sum(widths) * others * value_bytes)
-    routes = Exchange(1, 8 * layer.mlp.top_k * others)
-    num_rows = 2 if shared is None else 4  # a shared expert reads all rows, and its output is added up
-    return routes + Exchange(num_rows, num_rows * hidden_size * others * value_bytes)
-
-
-def step_exchange(spec: ModelSpec, layout: Layout, is_gathered: bool, value_bytes: int) -> Exchange:
-    """Return what all layers of a step exchange, with the rows of the embedding and the logits of every token."""
-    total = Exchange(0, 0.0)
-    for layer in spec.layers:
-        total += layer_exchange(layer, spec.hidden_size, layout, is_gathered, value_bytes)
-    if layout.num_tensor > 1:
-        others = (layout.num_tensor - 1) / layout.num_tensor * value_bytes
-        total += Exchange(2, (spec.hidden_size + spec.vocab_size) * others)
-    return total
+USED_MEMORY = 0.9
+"""Of a device: the default of gpu_memory_utilization."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences that decode at the same time on all devices together; imbalance: max/mean of the ranks' experts."""
+    """Sequences of a step on all devices together, and the tokens of each; imbalance: max/mean of the ranks' experts.
+
+    num_new  tokens of each sequence that the step computes, its last ones: 1 where it decodes, more of prompts
+    """
 
     num_sequences: int
     context_len: int
     imbalance: float = 1.0
+    num_new: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_sequences", "context_len"):
+        for name in ("num_sequences", "context_len", "num_new"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
+        if self.num_new > self.context_len:
+            raise ConfigError(f"num_new must be at most context_len ({self.context_len}), got {self.num_new}")
         if not self.imbalance >= 1:
             raise ConfigError(f"imbalance must be a number >= 1, got {self.imbalance}")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTime:
-    """A decode step of one layout.
+    """A step of one layout.
 
     step_s            from a token to the next one of the same sequence: with stages, through all of them
     read_bytes        of weights, by the device that reads the most, in a step
     exchange_bytes    that a rank receives for a token in a step; num_collectives: of a step
     compute_s, exchange_s, fixed_s   the parts of step_s; exchange_s: what computing does not hide
     held_bytes        of weights on a device; fits: they and the cache of its sequences are within its memory
+    capacity_tokens   of all sequences, for which the rest of USED_MEMORY has keys and values, without what a step takes
     network_bytes     of exchange_bytes, those from other hosts
     hidden_s          of exchanges while the experts compute
     """
@@ -184,6 +83,22 @@ class LayoutTime:
     fits: bool
     network_bytes: float = 0.0
     hidden_s: float = 0.0
+    capacity_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRates:
+    """Bytes of weights per second that a device's products reach, measured: at the rows of the step; of attention, at the rows
+    of a home; and of the output head, which one of the groups that divide prompts computes for all. None: as the first."""
+
+    bytes_per_s: float
+    attention: float | None = None
+    head: float | None = None
+
+    def seconds(self, read: float, attention: float, head: float) -> float:
+        """Return the time of products that read so many bytes, of which so many are weights of attention and of the head."""
+        apart_s = attention / (self.attention or self.bytes_per_s) + head / (self.head or self.bytes_per_s)
+        return (read - attention - head) / self.bytes_per_s + apart_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +114,10 @@ class _Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class ParallelSimulation:
-    """Predicts decode steps of a model on devices of one kind.
+    """Predicts steps of a model on devices of one kind.
 
     value_bytes      of what ranks exchange, 2 on GPUs, 4 on CPUs
-    product_bytes_per_s  bytes of weights per second that a device's products reach at the rows of the step, where that was
-                     measured; None: the larger of the times for the bytes and for the operations, at the device's rates
+    rates            None: the larger of the times for the bytes and for the operations, at the device's rates
     attention_s      of all layers of a step, where that was measured; None: from bytes and operations, too
     links            how ranks on GPUs with whole experts exchange rows
     """
@@ -215,7 +129,7 @@ class ParallelSimulation:
     kv_format: str
     is_gathered: bool
     value_bytes: int = 2
-    product_bytes_per_s: float | None = None
+    rates: ProductRates | None = None
     attention_s: float | None = None
     links: ExpertLinks = field(default_factory=ExpertLinks)
 
@@ -224,36 +138,29 @@ class ParallelSimulation:
         self._check(layout, load)
         group = -(-load.num_sequences // layout.num_replicas)  # of a replica
         batch = -(-group // layout.num_stages)  # of a step: each stage has one in flight
-        work = StepWork.of_spans([(load.context_len - 1, 1)] * batch, self.shape.windows, batch)
-        share = 1 / layout.num_tensor
-        dense, experts = self._weights_read(batch)
-        busiest = share * (load.imbalance if layout.has_whole_experts else 1.0)
-        read = dense * share + experts * busiest
-        linear_flops, attention_flops = step_flops(self.shape, work)
-        active_experts = self._expert_flops(batch)
-        flops = (linear_flops - active_experts) * share + active_experts * busiest
-        cached = step_bytes(self.shape, work, self.precision, self.kv_format)[1] * share
-        device, reached = self.hardware, self.hardware.efficiency
-        bandwidth, peak = device.bytes_per_s * reached.bandwidth, reached.compute
-        linear_s = max(read / bandwidth, flops / (device.flops_of(self.precision) * peak))
-        if self.product_bytes_per_s is not None:
-            linear_s = read / self.product_bytes_per_s
-        attention_s = self.attention_s
-        if attention_s is None:
-            attention_s = max(cached / bandwidth, attention_flops * share / (device.flops_per_s * peak))
-        exchange = self._exchange(layout, batch, busiest)
+        sizes = load.num_new, load.context_len, KV_FORMATS[self.kv_format][0], self.hardware.kind == "gpu"
+        tokens = StepTokens(batch, *sizes)
+        num_tokens, parts = batch * load.num_new, tokens.parts(layout)
+        exchange = self._exchange(layout, tokens, self._busiest(layout, load))
         rows = Traffic(1, self.shape.hidden_size * self.value_bytes)
-        exchange_s = exchange.exposed_s + (layout.num_stages - 1) * self._seconds(rows, batch)
-        layer_s = reached.fused_layer_s if batch <= reached.few_tokens else reached.layer_s
+        exchange_s = exchange.exposed_s + (layout.num_stages - 1) * self._seconds(rows, num_tokens)
+        device, reached = self.hardware, self.hardware.efficiency
+        layer_s = reached.fused_layer_s if -(-num_tokens // parts) <= reached.few_tokens else reached.layer_s
         fixed_s = reached.step_s + layer_s * self.shape.num_layers + reached.sequence_s * batch
-        compute_s = linear_s + attention_s + exchange.added_s
+        read, computed_s = self._compute(layout, load, tokens)
+        compute_s = computed_s + exchange.added_s
         step_s = compute_s + exchange_s + fixed_s
-        held = self.shape.weight_bytes[self.precision] / (layout.num_tensor * layout.num_stages)
-        kv = group * self.shape.kv_bytes_of(load.context_len, self.kv_format) / (layout.num_tensor * layout.num_stages)
+        attention = self._attention_bytes
+        held = (self.shape.weight_bytes[self.precision] - attention) / layout.num_tensor + attention / layout.head_ranks
+        held /= layout.num_stages
+        kv_share = layout.kv_share(self.shape.num_kv_heads) / layout.num_stages
+        kv = group * self.shape.kv_bytes_of(load.context_len, self.kv_format) * kv_share
+        room = max(0.0, USED_MEMORY * device.memory_bytes - held)
+        token_bytes = self.shape.kv_bytes_per_token(self.kv_format) * kv_share
         return LayoutTime(
             layout,
             step_s,
-            load.num_sequences / step_s,
+            load.num_sequences * load.num_new / step_s,
             read / layout.num_stages,
             exchange.traffic.local_bytes + exchange.traffic.network_bytes,
             exchange.traffic.num_calls,
@@ -264,7 +171,45 @@ class ParallelSimulation:
             held + kv <= device.memory_bytes,
             exchange.traffic.network_bytes,
             exchange.hidden_s,
+            int(layout.num_replicas * room / token_bytes) if token_bytes else 0,
         )
+
+    @staticmethod
+    def _busiest(layout: Layout, load: Load) -> float:
+        """Return the part of the experts' work that the busiest rank has."""
+        return (load.imbalance if layout.has_whole_experts else 1.0) / layout.num_tensor
+
+    @property
+    def _attention_bytes(self) -> float:
+        """Weights of attention, which homes hold whole."""
+        return self.shape.num_attention * self.shape.weight_bytes[self.precision] / self.shape.num_parameters
+
+    def _compute(self, layout: Layout, load: Load, tokens: StepTokens) -> tuple[float, float]:
+        """Return the bytes of weights that the busiest rank reads in a step, and how long it computes."""
+        span, batch, parts = (load.context_len - load.num_new, load.num_new), tokens.num_sequences, tokens.parts(layout)
+        num_tokens, share, busiest = batch * load.num_new, 1 / layout.num_tensor, self._busiest(layout, load)
+        work = StepWork.of_spans([span] * batch, self.shape.windows, batch)
+        dense, experts = self._weights_read(-(-num_tokens // parts))
+        attention = self._attention_bytes
+        read = (dense - attention) * share + attention / layout.head_ranks + experts * busiest
+        linear_flops, attention_flops = step_flops(self.shape, work)
+        active_experts, head_flops = self._expert_flops(num_tokens), 2.0 * self.shape.num_head * batch
+        flops = (linear_flops - active_experts - head_flops) * share + active_experts * busiest
+        flops = flops / parts + head_flops * share  # one of the groups that divide prompts has all logits
+        cached = step_bytes(self.shape, work, self.precision, self.kv_format)[1] * layout.kv_share(self.shape.num_kv_heads)
+        if load.num_new < DIVIDED_TOKENS:
+            cached /= parts  # a divided prompt is read by all
+        device, reached = self.hardware, self.hardware.efficiency
+        bandwidth, peak = device.bytes_per_s * reached.bandwidth, reached.compute
+        if self.rates is None:
+            linear_s = max(read / bandwidth, flops / (device.flops_of(self.precision) * peak))
+        else:
+            head = self.shape.num_head * self.shape.weight_bytes[self.precision] / self.shape.num_parameters * share
+            linear_s = self.rates.seconds(read, attention / layout.head_ranks, head)
+        attention_s = self.attention_s
+        if attention_s is None:
+            attention_s = max(cached / bandwidth, attention_flops * share / parts / (device.flops_per_s * peak))
+        return read, linear_s + attention_s
 
     def _seconds(self, traffic: Traffic, num_tokens: int) -> float:
         """Return how long an exchange of so many tokens takes; what comes from other hosts arrives next to the rest."""
@@ -278,16 +223,18 @@ class ParallelSimulation:
         is_large = batch * self.spec.hidden_size * self.value_bytes > EXCHANGED_BYTES
         return layout.has_whole_experts and layout.num_tensor > 1 and self.hardware.kind == "gpu" and is_large
 
-    def _exchange(self, layout: Layout, batch: int, busiest: float) -> _Exchanged:
-        """Return what a step of so many tokens exchanges; busiest: the part of the experts' work that the busiest rank has."""
+    def _exchange(self, layout: Layout, tokens: StepTokens, busiest: float) -> _Exchanged:
+        """Return what a step exchanges; busiest: the part of the experts' work that the busiest rank has."""
+        batch, kinds = tokens.num_sequences * tokens.num_new, (self.is_gathered, self.value_bytes)
         if not self.exchanges_rows(layout, batch):
-            exchange = step_exchange(self.spec, layout, self.is_gathered, self.value_bytes)
-            traffic = self._placed(exchange)
+            traffic = self._placed(step_exchange(self.spec, layout, *kinds, tokens))
             return _Exchanged(traffic, self._seconds(traffic, batch))
-        ends = self._placed(step_exchange(replace(self.spec, layers=()), layout, self.is_gathered, self.value_bytes))
+        ends = self._placed(step_exchange(replace(self.spec, layers=()), layout, *kinds, tokens))
         total = _Exchanged(ends, self._seconds(ends, batch))
         mixtures = [layer for layer in self.spec.layers if isinstance(layer.mlp, MoeSpec)]
         for layer in self.spec.layers:
+            context = self._placed(context_exchange(layer, layout, tokens, *kinds))
+            total = _joined(total, _Exchanged(context, self._seconds(context, batch)))
             total = _joined(total, self._layer_exchange(layer, layout, batch, busiest, len(mixtures)))
         return total
 
@@ -296,8 +243,11 @@ class ParallelSimulation:
             traffic = self._placed(layer_exchange(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
             return _Exchanged(traffic, self._seconds(traffic, batch))
         around = self._placed(around_experts(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
-        sizes = self.spec.hidden_size, layout.num_tensor, self.links, self.value_bytes, self.is_gathered
-        dispatch, combine = dispatch_and_combine(layer.mlp, *sizes)
+        sizes = layer.mlp, self.spec.hidden_size, layout.num_tensor, self.links, self.value_bytes
+        is_float8 = self.precision == "fp8" and self.hardware.has_float8 and is_float8_step(layer.mlp, batch)
+        dispatch, combine = dispatch_and_combine(*sizes, self.is_gathered, is_float8)
+        if layout.num_homes > 1:  # a home sends its rows, with deterministic too
+            dispatch = dispatch_and_combine(*sizes, False, is_float8)[0]
         around_s, whole_s = self._seconds(around, batch), self._seconds(dispatch, batch) + self._seconds(combine, batch)
         halves = self.links.halves
         if not (batch // layout.num_tensor >= HALVES_ROWS if halves is None else halves):
@@ -327,9 +277,12 @@ class ParallelSimulation:
             ("stages", layout.num_stages, self.shape.num_layers, "layers"),
             ("ranks", layout.num_tensor, max(layer.attention.num_heads for layer in self.spec.layers), "attention heads"),
             ("replicas", layout.num_replicas, load.num_sequences, "sequences"),
+            ("homes", layout.num_homes, load.num_sequences, "sequences"),
         ):
             if count > most:
                 raise ConfigError(f"layout {layout.name} has {count} {name}, but there are {most} {what}")
+        if self.hardware.kind == "gpu" and 1 < layout.num_homes < layout.num_tensor:
+            raise ConfigError(f"layout {layout.name} has homes of {layout.head_ranks} ranks, but on GPUs each rank is a home")
         if layout.num_tensor % self.links.num_hosts:
             raise ConfigError(
                 f"layout {layout.name} has {layout.num_tensor} ranks in a group, which cannot be divided among "
@@ -361,25 +314,12 @@ def _joined(one: _Exchanged, other: _Exchanged) -> _Exchanged:
     )
 
 
-def usual_layouts(num_devices: int, is_mixture: bool) -> list[Layout]:
-    """Return the layouts of all devices that use them in one way, or tensor ranks in replicas."""
-    found = [Layout(num_tensor=num_devices)]
-    if is_mixture:
-        found.append(Layout(num_tensor=num_devices, has_whole_experts=True))
-    if num_devices > 1:
-        found += [Layout(num_stages=num_devices), Layout(num_replicas=num_devices)]
-    half = num_devices // 2
-    if num_devices >= 4 and num_devices % 2 == 0:
-        found += [Layout(num_tensor=half, num_replicas=2), Layout(num_tensor=half, num_stages=2)]
-    return found
-
-
 def describe_times(times: Sequence[LayoutTime], title: str) -> str:
     """Return a table."""
     lines = [
         title,
         f"{'layout':<12}{'step ms':>9}{'tokens/s':>10}{'compute':>9}{'exchange':>9}{'hidden':>8}{'fixed':>8}{'read MB':>10}"
-        f"{'KB/token':>10}{'network':>9}{'collectives':>12}{'held GB':>9}",
+        f"{'KB/token':>10}{'network':>9}{'collectives':>12}{'held GB':>9}{'KV tokens':>12}",
     ]
     for one in times:
         seconds = ((one.compute_s, 9), (one.exchange_s, 9), (one.hidden_s, 8), (one.fixed_s, 8))
@@ -388,6 +328,6 @@ def describe_times(times: Sequence[LayoutTime], title: str) -> str:
         note = "" if one.fits else "  DOES NOT FIT"
         lines.append(
             f"{one.layout.name:<12}{one.step_s * 1e3:9.3f}{one.tokens_per_s:10.0f}{parts}{one.read_bytes / 1e6:10.1f}{received}"
-            f"{one.num_collectives:12d}{one.held_bytes / 1e9:9.2f}{note}"
+            f"{one.num_collectives:12d}{one.held_bytes / 1e9:9.2f}{one.capacity_tokens:12,d}{note}"
         )
     return "\n".join(lines)

@@ -96,12 +96,10 @@ def _read_packed(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
         parts.take("weight_g_idx", INTEGERS, (num_columns,))
     group_size, has_order = num_columns // max(1, num_groups), "weight_g_idx" in parts
     codes = CodeForm.of(scheme.bits, group_size, not scheme.is_symmetric, has_order, scheme.is_token_quantized)
-    return parts.integers(
-        (num_rows, num_columns), codes, lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups)
-    )
+    return parts.integers((num_rows, num_columns), codes, lambda: load_packed(parts, scheme, num_rows, num_columns, num_groups))
 
 
-def _load_packed(
+def load_packed(
     parts: StoredParts, scheme: CompressedScheme, num_rows: int, num_columns: int, num_groups: int
 ) -> QuantizedWeight:
     columns = None

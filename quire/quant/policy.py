@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -228,3 +228,14 @@ def quantized_bytes(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, poli
         width = DTYPE_BYTES[spec.dtype] if scheme is None else scheme.bytes_per_weight
         total += math.prod(shape) * width
     return int(total)
+
+
+def describe_short_rows(shapes: Mapping[str, tuple[int, ...]], num_layers: int, policy: QuantizationPolicy) -> str | None:
+    """Return which weights get int8 from a policy of fewer bits because their rows are short; None: none."""
+    policy = replace(policy, has_int8_ends=False)
+    short = {name: shape[-1] for name, shape in shapes.items() if len(shape) > 1 and shape[-1] < policy.min_columns}
+    schemes = {name: policy.scheme_of(name, size, num_layers) for name, size in short.items()}
+    found = {name.rpartition(".")[0].split(".", 2)[-1]: None for name, scheme in schemes.items() if scheme == INT8}
+    if policy.linears == INT8 or not found:
+        return None
+    return f"{', '.join(sorted(found))} get int8, as their rows have fewer than {policy.min_columns} values"

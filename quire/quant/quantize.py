@@ -154,7 +154,7 @@ def _functions_for(
     native = load_native() if is_cpu else None
     # Torch is vectorised where the portable kernels are not.
     if native is None or native.isa() == "portable":
-        return partial(_search, scheme), partial(_encode, scheme), _CHUNK_WEIGHTS if is_cpu else _DEVICE_CHUNK_WEIGHTS
+        return partial(search_scales, scheme), partial(_encode, scheme), _CHUNK_WEIGHTS if is_cpu else _DEVICE_CHUNK_WEIGHTS
     quantizer = native_quantizer(native, scheme)
     return quantizer.search, partial(quantizer.encode, is_forgotten=is_forgotten), _NATIVE_CHUNK_WEIGHTS
 
@@ -176,7 +176,7 @@ def sqnr_db(weight: Tensor, quantized: QuantizedWeight) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def _search(scheme: Scheme, weight: Tensor) -> tuple[Tensor, ...]:
+def search_scales(scheme: Scheme, weight: Tensor) -> tuple[Tensor, ...]:
     """Return the scales [O, G] of some rows before rounding and, if affine, the offsets."""
     x = _grouped(weight, scheme)
     magnitude = x.abs().amax(dim=2)

@@ -78,7 +78,6 @@ class Flight:
     num_prompts_ahead: int
     started_s: float
     is_streaming: bool
-    has_answered: bool = False
 
 
 @dataclass(slots=True)
@@ -231,7 +230,6 @@ class Backend:
             num_tokens = max(flight.num_prompt_tokens + flight.num_tokens_ahead, 1)
             self.cost = self._estimate.add(1 + flight.num_prompts_ahead, num_tokens, took_s)
         flight.num_prompt_tokens = 0
-        flight.has_answered = True
         return took_s
 
     def end(self, flight: Flight, *, is_good: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import zmq
 import zmq.asyncio
 
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.router.block_index import BlockIndex
 from quire.router.config import KvEventSource
 from quire.router.kv_events import Batch, KvEventError, decode_batch
@@ -26,6 +26,8 @@ SOURCE_STATES: tuple[SourceState, ...] = ("waiting", "live", "silent")
 _MAX_NUMBER = 1 << 63
 _REPLAY_TIMEOUT_S = 5.0
 _HIGH_WATER_MARK = 100_000
+_RETRY_S = 5.0
+"""How long after an error a subscriber waits before it connects again."""
 _MIN_REQUESTS = 3
 """Answers of a backend without an event after which its events are missed."""
 
@@ -63,6 +65,7 @@ class KvSubscriber:
         self._resync = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
+        self._errors = UnexpectedErrors(logger)
 
     @property
     def is_live(self) -> bool:
@@ -92,6 +95,14 @@ class KvSubscriber:
         self.is_complete = False
 
     async def _run(self) -> None:
+        while True:
+            await self._connect()
+            await asyncio.sleep(_RETRY_S)
+            self._forget()
+            self._next = None
+
+    async def _connect(self) -> None:
+        """Follow the source until an error ends that."""
         self._context = zmq.asyncio.Context()
         try:
             with self._context.socket(zmq.SUB) as socket:
@@ -102,8 +113,8 @@ class KvSubscriber:
                 await self._follow(socket)
         except zmq.ZMQError as error:
             self._note_silent(f"no connection can be made: {error}")
-        except Exception as error:
-            logger.exception("the KV events of %s are no longer followed", self._name)
+        except Exception as error:  # noqa: BLE001 - the prefixes are estimated meanwhile
+            self._errors.note("following KV events", error, self._name)
             self._note_silent(f"{type(error).__name__}: {error}")
         finally:
             self._context.destroy(linger=0)
@@ -124,7 +135,7 @@ class KvSubscriber:
                     await self._replay()
                 else:
                     await self._check_silence()
-            except asyncio.CancelledError:
+            except BaseException:
                 receiving.cancel()
                 raise
             finally:

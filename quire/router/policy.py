@@ -1,4 +1,4 @@
-"""choose_backend: which backend gets a request. The three policies stand behind one interface.
+"""choose_backend: which backend gets a request. The three policies have one interface.
 
 prefix        least predicted time to the first token: prompts that wait there, this one, and the tokens that its cache is not
               known to hold, at what a prompt and a token cost there, and the wait for a place where all are taken
@@ -20,7 +20,6 @@ from quire.router.prompt import Prompt
 from quire.router.prompt_cost import PromptCost
 
 Reason = Literal["only", "prefix", "load", "sticky", "turn", "owner"]
-REASONS: tuple[Reason, ...] = ("only", "prefix", "load", "sticky", "turn", "owner")
 FULL_KV_SHARE = 0.95
 """A backend with less free than this gets a request only where all others are as full."""
 _TOKENS_PER_RUNNING = 8

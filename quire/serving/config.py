@@ -115,7 +115,7 @@ class ServerConfig:
     reasoning_parser      likewise
     strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
     slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
-    metric_labels         names and values that every metric has beside its own
+    metric_labels         names and values that every metric has in addition to its own
     max_timelines         ended requests whose timelines are kept, for `quire explain`; 0: none, and nothing is recorded
     kv_events_endpoint    where events of KV blocks are published; None: nowhere
     kv_events_replay_endpoint  where subscribers ask for events that they missed
@@ -123,7 +123,7 @@ class ServerConfig:
     metrics_names         prefix of the metrics: quire, vllm (what endpoint pickers read), or both
     replica_id            begins the random part of the ids of stored responses, conversations, files and batches, so that a
                           router knows which server keeps them; empty: none
-    keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
+    keep_alive_comment_s  a stream that is silent for so long gets a comment, so that no proxy takes it for dead
     """
 
     host: str = "127.0.0.1"

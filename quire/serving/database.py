@@ -35,9 +35,9 @@ def open_database(folder: Path, name: str | None, schema: str, version: int) -> 
     """
     if name is not None:
         _make_private_file(folder / name)  # SQLite gives its journal files the mode of this file
-        for beside in (folder / f"{name}-wal", folder / f"{name}-shm"):
-            if beside.exists():
-                _make_private_file(beside)
+        for extra in (folder / f"{name}-wal", folder / f"{name}-shm"):
+            if extra.exists():
+                _make_private_file(extra)
     db = sqlite3.connect(":memory:" if name is None else folder / name, isolation_level=None)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")

@@ -93,7 +93,7 @@ class SimulatedReplica:
         plan = self.scheduler.schedule(now) if self.scheduler.has_unfinished else None
         if plan is None:
             return None
-        spans, sampled = self._spans(plan)
+        spans, sampled = self.spans(plan)
         num_drafts = self._num_drafts(plan)
         copy_s = 0.0 if self.tiers is None else self.tiers.copy_s(plan)
         ends_s = self._end_times(spans, len(sampled), now + copy_s, horizon_s, 1 + num_drafts)
@@ -111,7 +111,7 @@ class SimulatedReplica:
         self._running = None
         return self.scheduler.commit(running.plan, running.result, now), running.ends_s
 
-    def _spans(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[SequenceId]]:
+    def spans(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[SequenceId]]:
         """Return (computed, new) tokens of each sequence of a plan, and those that get a token."""
         find = self.scheduler.sequence
         spans: list[tuple[int, int]] = []

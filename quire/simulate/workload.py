@@ -50,11 +50,6 @@ class SimulatedLoad:
     has_times: bool
 
     @property
-    def has_shared_prefixes(self) -> bool:
-        """Whether any prompt may begin like another."""
-        return any(request.shared_ids for request in self.requests)
-
-    @property
     def num_shared_tokens(self) -> int:
         """Tokens that all prompts begin with."""
         first = self.requests[0]

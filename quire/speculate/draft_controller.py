@@ -108,9 +108,9 @@ class DraftController:
     def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
         self._all = record(max_tokens, ALL_FADING)
-        self._costs = StepCosts()
+        self.costs = StepCosts()
         self._budgets: dict[int, SpeedupBudget] = {}  # by the bit length of the number of sequences
-        self._budget, self._request_budget = SpeedupBudget(), SpeedupBudget()  # the latter for a single decoding sequence
+        self.budget, self._request_budget = SpeedupBudget(), SpeedupBudget()  # the latter for a single decoding sequence
         self._bit_length = 0
         self._plain_left = 0  # steps left of a pause in which plain steps are measured
         self._level_before = 0.0
@@ -130,7 +130,7 @@ class DraftController:
     @property
     def disabled_left(self) -> int:
         """Estimated number of steps until drafts are retried; 0 while they are enabled."""
-        return max(self._budget.disabled_left, self._request_budget.disabled_left)
+        return max(self.budget.disabled_left, self._request_budget.disabled_left)
 
     @property
     def is_disabled(self) -> bool:
@@ -156,7 +156,7 @@ class DraftController:
     def skip_steps(self, num_steps: int) -> None:
         """Record steps without drafts, with the same number of sequences as before."""
         self._num_alike += num_steps
-        self._budget.disabled_left = max(0, self._budget.disabled_left - num_steps)
+        self.budget.disabled_left = max(0, self.budget.disabled_left - num_steps)
         self._request_budget.disabled_left = max(0, self._request_budget.disabled_left - num_steps)
 
     def cancel_trial(self) -> None:
@@ -183,19 +183,19 @@ class DraftController:
         is_active = num_drafts > 0 or not self.is_disabled
         self._num_alike = self._num_alike + 1 if is_active == self._is_active else 0
         self._is_active = is_active
-        if is_active and self._costs.plain_s(num_sequences) is not None:
+        if is_active and self.costs.plain_s(num_sequences) is not None:
             self._note_active(num_sequences, num_drafts, duration_s, num_caught_up)
         elif not is_active and not self.is_reading and self._num_alike >= _SETTLING_PLAIN_STEPS:
-            self._costs.note_plain(num_sequences, duration_s)
+            self.costs.note_plain(num_sequences, duration_s)
         self._end_step()
 
     def _note_active(self, num_sequences: int, num_drafts: int, duration_s: float, num_caught_up: int) -> None:
-        costs, plain_s = self._costs, self._costs.plain_s(num_sequences) or 1.0
+        costs, plain_s = self.costs, self.costs.plain_s(num_sequences) or 1.0
         is_settled = self._num_alike >= _SETTLING_DRAFT_STEPS
         took, usual = duration_s / plain_s, costs.usual(num_sequences, num_drafts)
         if num_caught_up > 0:
             took = min(took, costs.ratio(num_sequences, num_drafts))
-            self._budget.charge(costs.note_catch_up(num_sequences, duration_s - took * plain_s, num_caught_up))
+            self.budget.charge(costs.note_catch_up(num_sequences, duration_s - took * plain_s, num_caught_up))
         elif is_settled and not 0 < self._probe <= _SETTLING_DRAFT_STEPS:
             measures = self._probe > 0 or self._num_alike < _CONTRAST_STEPS
             costs.note(num_sequences, num_drafts, duration_s, measures=measures)
@@ -208,8 +208,8 @@ class DraftController:
     def pass_step(self, num_drafts: int, num_caught_up: int = 0) -> None:
         """Record a step without a meaningful duration; it is charged the usual time."""
         if num_drafts > 0 and self._num_sequences > 0:
-            self._budget.charge(self._costs.catch_up(self._num_sequences, num_caught_up))
-            took = self._costs.ratio(self._num_sequences, num_drafts)
+            self.budget.charge(self.costs.catch_up(self._num_sequences, num_caught_up))
+            took = self.costs.ratio(self._num_sequences, num_drafts)
             self._credit(1.0 + self._num_accepted / self._num_sequences, took, True)
         self._num_alike = 0
         self._end_step()
@@ -221,7 +221,7 @@ class DraftController:
         charged = took * _MIN_GAIN if is_drafted else took
         if self._bit_length == 1:
             self._request_budget.credit(gained, charged)
-        if self._budget.credit(gained, charged):
+        if self.budget.credit(gained, charged):
             self._begin_trial()
 
     def _end_step(self) -> None:
@@ -229,8 +229,8 @@ class DraftController:
         if self._plain_left > 0:
             self._plain_left -= 1
             if self._plain_left == 0 and self._bit_length > 1:
-                change = self._costs.level - self._level_before
-                self._budget.revise(math.exp(max(change, -0.25)))
+                change = self.costs.level - self._level_before
+                self.budget.revise(math.exp(max(change, -0.25)))
                 self._plain_timer.num_probes = 0 if abs(change) > 0.15 else self._plain_timer.num_probes
         self.skip_steps(1)
         self._num_alike -= 1
@@ -238,7 +238,7 @@ class DraftController:
     def _turn_to(self, num_sequences: int) -> None:
         if num_sequences.bit_length() != self._bit_length:
             self._bit_length = num_sequences.bit_length()
-            self._budget = self._budgets.setdefault(self._bit_length, SpeedupBudget())
+            self.budget = self._budgets.setdefault(self._bit_length, SpeedupBudget())
             self._request_budget = SpeedupBudget()
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
@@ -246,7 +246,7 @@ class DraftController:
         num_sequences = len(offers)
         self._turn_to(num_sequences)
         self._is_trial = False
-        if self.is_disabled or self._costs.plain_s(num_sequences) is None:
+        if self.is_disabled or self.costs.plain_s(num_sequences) is None:
             return self._pause(num_sequences) if self.disabled_left == 0 else [0] * num_sequences
         self._steps_to_decision -= 1
         is_due = self._steps_to_decision < 0 or num_sequences != self._num_sequences
@@ -275,7 +275,7 @@ class DraftController:
     def _pause(self, num_sequences: int) -> list[int]:
         """Draft nothing for some steps, so that plain steps are measured."""
         if self._plain_left == 0:
-            self._plain_left, self._level_before = 1 + _PLAIN_STEPS, self._costs.level
+            self._plain_left, self._level_before = 1 + _PLAIN_STEPS, self.costs.level
         return [0] * num_sequences
 
     def _is_plain_due(self) -> bool:
@@ -295,10 +295,10 @@ class DraftController:
         """Decide which number of drafts gives most tokens per second, and whether to probe another number."""
         kept = self._best if num_sequences == self._num_sequences else 0
         self._num_sequences, self._num_offered, self._steps_to_decision = num_sequences, len(ranked), _DECISION_STEPS
-        self._best, rate = best_count(num_sequences, ranked, lambda count: self._costs.ratio(num_sequences, count), kept)
+        self._best, rate = best_count(num_sequences, ranked, lambda count: self.costs.ratio(num_sequences, count), kept)
         self._floor = 0.9 * ranked[self._best - 1]  # acceptance estimates change a little until the next decision
         count = self._probed_count(len(ranked))
-        probed = (1.0 + sum(ranked[:count]) / num_sequences) / self._costs.ratio(num_sequences, count)
+        probed = (1.0 + sum(ranked[:count]) / num_sequences) / self.costs.ratio(num_sequences, count)
         if self._length_timer.is_due(0.5 + _PROBE_STEPS * max(0.0, 1.0 - probed / rate)):
             self._probes = _PROBE_STEPS
 

@@ -64,7 +64,7 @@ class DraftModelProposer(Proposer):
         self, drafter: Target | ChainDrafter, max_len: int, p_min: float = 0.0, max_catch_up: int = MAX_CATCH_UP
     ) -> None:
         self._p_min, self.stops_early = p_min, p_min > 0
-        self._drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
+        self.drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
         self._block_size = drafter.kv.spec.block_size
         self._filled = FilledBlocks(drafter.kv)
         self.pools = (drafter.kv,) if isinstance(drafter.kv, KvPool) else ()
@@ -94,7 +94,7 @@ class DraftModelProposer(Proposer):
             feeds.append(_Feed(sequence, tokens, first))
             if first + len(tokens) == len(sequence.token_ids):
                 going.append(index)
-        drafter = self._drafter
+        drafter = self.drafter
         if not isinstance(drafter, Target):
             goes_on = set(going)
             counts = [count if index in goes_on else 0 for index, (_, count) in enumerate(wanted)]

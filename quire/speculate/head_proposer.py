@@ -80,16 +80,16 @@ class HeadProposer(Proposer):
         self._p_min = shape.p_min if top_k == 1 else 0.0
         self.stops_early = self._p_min > 0
         self.aux_hidden_state_layers: tuple[int, ...] | None = head.aux_hidden_state_layers
-        self._model, self._kv, self._max_len = model, kv, max_len
+        self.model, self._kv, self._max_len = model, kv, max_len
         self.pools = (kv,) if isinstance(kv, KvPool) else ()
         # Cached, because isinstance against a protocol takes as long as a draft of a small head.
-        self._drafter = model if isinstance(model, HeadDrafter) else None
+        self.drafter = model if isinstance(model, HeadDrafter) else None
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
         self._filled = FilledBlocks(kv)
-        said = None if self._drafter is not None else self._vocabulary  # a HeadDrafter's logits cover the target's tokens
-        self._trees = HeadTrees(model, kv, said, top_k, depth) if top_k > 1 else None
+        vocabulary = None if self.drafter is not None else self._vocabulary  # a HeadDrafter's logits cover the target's tokens
+        self._trees = HeadTrees(model, kv, vocabulary, top_k, depth) if top_k > 1 else None
         self._most = depth if self._trees is None else self._trees.max_tokens
         if self._trees is not None:
             self.record = TreeRecord
@@ -100,14 +100,15 @@ class HeadProposer(Proposer):
 
     def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
-        if self._drafter is not None:
-            features = self._drafter.fuse_features(features)
+        if self.drafter is not None:
+            features = self.drafter.fuse_features(features)
         row = 0
         for sequence, first, count in fed:
-            self._take_in(sequence, first, FeatureRun(features, row, count))
+            self.take_in(sequence, first, FeatureRun(features, row, count))
             row += count
 
-    def _take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
+    def take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
+        """Keep the features of the tokens from `first` on until the head reads them."""
         if len(sequence.token_ids) >= self._max_len:
             sequence.memo = None  # nothing is drafted beyond max_len, so the pending features would be kept forever
             return
@@ -178,11 +179,11 @@ class HeadProposer(Proposer):
     def _draft_chains(
         self, sequences: list[DraftedSequence], origins: list[int], counts: list[int], runs: TokenRuns, features: Tensor
     ) -> list[list[int]]:
-        if self._drafter is not None:
+        if self.drafter is not None:
             rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
             order = ChainOrder(runs, origins, counts, rows, lengths, self._p_min)
-            return self._drafter.draft_chains(order, features[: runs.starts[-1]])
-        model = self._model
+            return self.drafter.draft_chains(order, features[: runs.starts[-1]])
+        model = self.model
         if all(map(_is_greedy, sequences)):
             return model.draft(runs, origins, self._kv, features, counts, self._p_min)
         return self._draw(model, sequences, counts, self._first_pass(runs, origins, counts, features))

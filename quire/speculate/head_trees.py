@@ -112,8 +112,8 @@ class HeadTrees:
             logits = self._model.enter(step.token_ids, step.positions, step.attention, self._kv, step.features, last)
             positions = [trees[index].position + level for index, _ in rows]
             token_ids, values = self._likeliest(logits, [sequences[index] for index, _ in rows], positions)
-            for (index, parent), said, shares in zip(rows, token_ids, values, strict=True):
-                trees[index].branch(parent, said, shares)
+            for (index, parent), best, shares in zip(rows, token_ids, values, strict=True):
+                trees[index].branch(parent, best, shares)
             above = {row: place for place, row in enumerate(rows)}
             rows = [(index, node) for index, tree in enumerate(trees) if level < tree.num_levels for node in tree.take_level()]
             if not rows:

@@ -49,12 +49,12 @@ class MedusaProposer(Proposer):
     ) -> None:
         if top_k > 1 or choices is not None:
             self.record = TreeRecord
-        self._choices = None if choices is None else tuple(path for path in choices if len(path) <= depth)
-        if self._choices is not None:
-            _check_choices(self._choices, model)
-            index = {path: place for place, path in enumerate(self._choices)} | {(): ROOT}
-            self._parents = tuple(index[path[:-1]] for path in self._choices)
-            top_k = 1 + max(max(path) for path in self._choices)
+        self.choices = None if choices is None else tuple(path for path in choices if len(path) <= depth)
+        if self.choices is not None:
+            _check_choices(self.choices, model)
+            index = {path: place for place, path in enumerate(self.choices)} | {(): ROOT}
+            self._parents = tuple(index[path[:-1]] for path in self.choices)
+            top_k = 1 + max(max(path) for path in self.choices)
         self._model = model
         self._num_heads = min(model.num_heads, depth)
         self._top_k = min(top_k, model.vocab_size)
@@ -74,25 +74,25 @@ class MedusaProposer(Proposer):
         is_fresh = memo is not None and memo.place == len(sequence.token_ids) - 2
         if not is_fresh:
             return 0
-        return min(limit, self._num_nodes if self._choices is None else len(self._choices))
+        return min(limit, self._num_nodes if self.choices is None else len(self.choices))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         count = min(self._num_heads, max(count for _, count in wanted))
         hidden = join([sequence.memo.hidden for sequence, _ in wanted], may_go_on=True)
-        if self._top_k > 1 or self._choices is not None:
-            return self._grow(self._model.speak(hidden[: len(wanted)], count), [limit for _, limit in wanted])
+        if self._top_k > 1 or self.choices is not None:
+            return self.grow(self._model.logits(hidden[: len(wanted)], count), [limit for _, limit in wanted])
         best = self._model.best(hidden, len(wanted), count)
         return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(best, wanted, strict=True)]
 
-    def _grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
+    def grow(self, logits: Tensor, limits: list[int]) -> list[Draft]:
         """Return the tree of each sequence, the configured or the most probable one, from the logits [heads, S, V']."""
         # A configured tree needs only ranks, which softmax does not change.
-        found = (said if self._choices is not None else said.softmax(-1)).topk(self._top_k)
+        found = (logits if self.choices is not None else logits.softmax(-1)).topk(self._top_k)
         tokens: list[list[list[int]]] = (
             found.indices if self._vocabulary is None else self._vocabulary[found.indices]
         ).tolist()
-        if self._choices is not None:
+        if self.choices is not None:
             return [self._pick([head[row] for head in tokens], limit) for row, limit in enumerate(limits)]
         shares: list[list[list[float]]] = found.values.tolist()
         return [
@@ -102,7 +102,7 @@ class MedusaProposer(Proposer):
 
     def _pick(self, tokens: list[list[int]], limit: int) -> Draft:
         """Return the first paths of the configured tree; none of them needs a head that was not run."""
-        paths = (self._choices or ())[:limit]
+        paths = (self.choices or ())[:limit]
         return Draft(tuple(tokens[len(path) - 1][path[-1]] for path in paths), self._parents[: len(paths)])
 
 

@@ -63,8 +63,8 @@ def parallel_head_bytes(head: ParallelHead, limits: StepLimits) -> DraftBytes:
     blocks = [tensor for block in head.blocks for pair in block for tensor in pair if tensor is not None]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*blocks, *head.heads))
     vocab_size, hidden_size = head.heads[0].shape
-    said = 4 * limits.num_sequences * len(head.heads) * vocab_size
-    return DraftBytes(weights, 0, 4 * hidden_size * (limits.num_tokens + 4 * limits.num_sequences) + 2 * said)
+    logits_bytes = 4 * limits.num_sequences * len(head.heads) * vocab_size
+    return DraftBytes(weights, 0, 4 * hidden_size * (limits.num_tokens + 4 * limits.num_sequences) + 2 * logits_bytes)
 
 
 def draft_model_bytes(spec: ModelSpec, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:

@@ -35,7 +35,7 @@ class MergedProposer(Proposer):
     wants_logits = True
 
     def __init__(self, proposers: Sequence[Proposer], max_tokens: int) -> None:
-        self._proposers = tuple(proposers)
+        self.proposers = tuple(proposers)
         self._max_tokens = max_tokens
         self.pools = tuple(pool for proposer in proposers for pool in proposer.pools)
         # At most one of them reads layers: see SpeculativeConfig.
@@ -51,19 +51,19 @@ class MergedProposer(Proposer):
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.apply(plan)
 
     def forget_blocks(self) -> None:
         """See Proposer."""
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.forget_blocks()
 
     def on_step_states(self, what: DraftInput, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         for sequence, _, _ in fed:
             self._begin(sequence)
-        for index, proposer in enumerate(self._proposers):
+        for index, proposer in enumerate(self.proposers):
             if what in proposer.inputs:
                 parts = [(self._parts(sequence)[index].sequence, first, count) for sequence, first, count in fed]
                 proposer.on_step_states(what, parts, features)
@@ -71,14 +71,14 @@ class MergedProposer(Proposer):
     def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer; counts tokens twice that two proposers find."""
         self._begin(sequence)
-        for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
+        for proposer, part in zip(self.proposers, self._parts(sequence), strict=True):
             part.num_found = proposer.num_available(part.sequence, limit)
         return min(limit, sum(part.num_found for part in self._parts(sequence)))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         self.num_caught_up = 0
-        for index, proposer in enumerate(self._proposers):
+        for index, proposer in enumerate(self.proposers):
             parts = [(self._parts(sequence)[index], limit) for sequence, limit in wanted]
             asked = [(part, min(part.num_found, limit)) for part, limit in parts if part.num_found > 0]
             drafts = proposer.propose([(part.sequence, limit) for part, limit in asked]) if asked else []
@@ -112,7 +112,7 @@ class MergedProposer(Proposer):
 
     def on_logits(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer. Every proposer's draft is scored against the generated tokens, whether it was verified or not."""
-        told: list[list[Outcome]] = [[] for _ in self._proposers]
+        told: list[list[Outcome]] = [[] for _ in self.proposers]
         for outcome in outcomes:
             if outcome.sequence.memo is None:
                 continue
@@ -123,21 +123,21 @@ class MergedProposer(Proposer):
                     num_known = min(len(part.draft), len(come)) if part.draft.is_chain else len(part.draft)
                     part.record.note(num_known, path)
                     self._ever[index].note(num_known, path)
-                if self._proposers[index].wants_logits:
+                if self.proposers[index].wants_logits:
                     told[index].append(replace(outcome, sequence=part.sequence))
-        for proposer, one in zip(self._proposers, told, strict=True):
+        for proposer, one in zip(self.proposers, told, strict=True):
             if proposer.wants_logits:
                 proposer.on_logits(one)
 
     def release(self, sequence: DraftedSequence) -> None:
         """See Proposer."""
         if sequence.memo is not None:
-            for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
+            for proposer, part in zip(self.proposers, self._parts(sequence), strict=True):
                 proposer.release(part.sequence)
 
     def _begin(self, sequence: DraftedSequence) -> None:
         if sequence.memo is None:
-            records = [proposer.record(self._max_tokens, RECENT_FADING) for proposer in self._proposers]
+            records = [proposer.record(self._max_tokens, RECENT_FADING) for proposer in self.proposers]
             sequence.memo = [_Part(replace(sequence, memo=None), record) for record in records]
 
     def _parts(self, sequence: DraftedSequence) -> list[_Part]:

@@ -92,26 +92,26 @@ class Speculator:
         self._record = AcceptanceRecord if proposer is None else proposer.record
         self.controller = DraftController(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
-        self._followed: dict[SequenceId, _Followed] = {}
-        self._forced = ForcedTokens()
+        self.followed: dict[SequenceId, _Followed] = {}
+        self.forced = ForcedTokens()
         self._constrained: set[SequenceId] = set()
         self.drafts_forced = True  # whether tokens that constraints force are drafted
         self._num_wanted: dict[SequenceId, int] = {}  # drafts requested from the proposer for the next step
         self._turn = 0  # rotates the remainder in share_drafts
-        self._drafted: dict[SequenceId, _Made] = {}
+        self.drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # of the current step
         self._begun_s = 0.0  # start of the current step
-        self._num_drafts, self._num_caught_up = 0, 0
+        self.num_drafts, self._num_caught_up = 0, 0
         self._decoded: Sequence[SequenceId] = ()
         self._has_ended = False  # whether an ended step was not reported to the controller yet
-        self._skips_left = self._num_skipped = 0  # steps that need not be reported: those left, and those that have passed
+        self._skips_left = self.num_skipped = 0  # steps that need not be reported: those left, and those that have passed
         self._num_skipping = 0  # sequences in these steps
         self._idle_s = 0.0  # in the current step, see note_idle
 
     def skips(self, plan: StepPlan) -> bool:
         """Whether the step that begins drafts nothing and reads no model states; no other method is called for it then."""
         if self._proposer is None:
-            return not self._followed and not plan.starts
+            return not self.followed and not plan.starts
         if self._skips_left == 0:
             return False
         num_sequences = len(plan.num_scheduled_tokens)
@@ -119,15 +119,16 @@ class Speculator:
             self._skips_left = 0
             return False
         self._skips_left -= 1
-        self._num_skipped += 1
+        self.num_skipped += 1
         if plan.new_block_ids or plan.replaced_blocks or plan.block_copies:
             self._proposer.apply(plan)
         return True
 
-    def _end_skipping(self) -> None:
-        if self.controller is not None and self._num_skipped > 0:
-            self.controller.skip_steps(self._num_skipped)
-        self._skips_left = self._num_skipped = 0
+    def end_skipping(self) -> None:
+        """Report the steps that were skipped to the controller, and skip no more."""
+        if self.controller is not None and self.num_skipped > 0:
+            self.controller.skip_steps(self.num_skipped)
+        self._skips_left = self.num_skipped = 0
 
     @property
     def proposer(self) -> Proposer | None:
@@ -144,7 +145,7 @@ class Speculator:
         """Whether the next step may begin before the current one has ended, because it will have no drafts. No other method
         is called for the current step then. Query it after the current step has begun."""
         if self._proposer is None:
-            return not (self._followed and self.drafts_forced)
+            return not (self.followed and self.drafts_forced)
         return self._skips_left > 0
 
     def note_idle(self, idle_s: float) -> None:
@@ -160,18 +161,18 @@ class Speculator:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step and release the sequences that ended. Call before `follow` for the step's sequences."""
-        if self._skips_left or self._num_skipped:
-            self._end_skipping()
+        if self._skips_left or self.num_skipped:
+            self.end_skipping()
         now_s = time.perf_counter()
         # The time between two steps counts too, except when there was no work.
         goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
         self._update_controller(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
         for sequence_id in plan.ended:
-            self._forced.forget(sequence_id)
+            self.forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
             self._num_wanted.pop(sequence_id, None)
-            followed = self._followed.pop(sequence_id, None)
+            followed = self.followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
         if self._proposer is not None and (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
@@ -182,26 +183,26 @@ class Speculator:
         controller = self.controller
         if controller is not None and self._has_ended:
             if duration_s is None:
-                controller.pass_step(self._num_drafts, self._num_caught_up)
+                controller.pass_step(self.num_drafts, self._num_caught_up)
             else:
-                if self._idle_s > 0 and self._num_drafts == 0 and controller.is_disabled:
+                if self._idle_s > 0 and self.num_drafts == 0 and controller.is_disabled:
                     duration_s = max(duration_s - self._idle_s, self._idle_s)
-                controller.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_caught_up)
+                controller.note_step(len(self._decoded), self.num_drafts, duration_s, self._num_caught_up)
         self._has_ended, self._decoded = False, ()
 
     def leave(self) -> None:
         """Forget all sequences and the contents of their blocks; the following steps are not reported to the speculator."""
-        self._end_skipping()
+        self.end_skipping()
         self._update_controller(None)
-        for followed in self._followed.values():
+        for followed in self.followed.values():
             if self._proposer is not None:
                 self._proposer.release(followed.sequence)
         if self._proposer is not None:
             self._proposer.forget_blocks()
-        self._followed.clear()
+        self.followed.clear()
         self._constrained.clear()
-        self._forced.clear()
-        self._drafted.clear()
+        self.forced.clear()
+        self.drafted.clear()
         self._num_wanted, self._drafts = {}, {}
 
     @property
@@ -221,25 +222,25 @@ class Speculator:
         if sequence.sampling.matcher is not None:
             self._constrained.add(sequence.sequence_id)
         if self._proposer is not None or sequence.sampling.matcher is not None:
-            self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, RECENT_FADING))
+            self.followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, RECENT_FADING))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step; none of them is empty."""
-        self._num_drafts = self._num_caught_up = 0
+        self.num_drafts = self._num_caught_up = 0
         slots = plan.num_draft_slots
         if not slots:
-            if self._drafts or self._drafted:
-                self._drafted.clear()
+            if self._drafts or self.drafted:
+                self.drafted.clear()
                 self._drafts = {}
             return {}
-        self._drafted.clear()
+        self.drafted.clear()
         found: dict[SequenceId, Draft] = {}
         wanted: dict[SequenceId, int] = {}
         asked: list[tuple[DraftedSequence, int]] = []
         for sequence_id, count in slots.items():
             if sequence_id in self._num_wanted:
                 wanted[sequence_id] = count = min(count, self._num_wanted[sequence_id])
-                asked.append((self._followed[sequence_id].sequence, count))
+                asked.append((self.followed[sequence_id].sequence, count))
         if self.controller is not None and self.controller.is_trial and not self._will_tell(plan, wanted):
             self.controller.cancel_trial()
             wanted = {}
@@ -252,14 +253,14 @@ class Speculator:
             num_tokens = len(draft.tokens)
             is_verified = num_tokens > 0
             if sequence_id in self._constrained:
-                sampling = self._followed[sequence_id].sequence.sampling
-                fitting = fit_draft(sampling, draft, self._forced.of(sequence_id), count)
+                sampling = self.followed[sequence_id].sequence.sampling
+                fitting = fit_draft(sampling, draft, self.forced.of(sequence_id), count)
                 is_verified = is_verified and fitting.tokens[:1] == draft.tokens[:1]
             num_asked = wanted.get(sequence_id, 0) if self._stops_early else num_tokens
             if num_asked > 0:
                 # Drafts that a constraint rejects have been computed too, so they count.
-                self._drafted[sequence_id] = _Made(num_asked, is_verified)
-                self._num_drafts += num_asked
+                self.drafted[sequence_id] = _Made(num_asked, is_verified)
+                self.num_drafts += num_asked
             if fitting.tokens:
                 kept[sequence_id] = fitting
         self._drafts = kept
@@ -275,15 +276,15 @@ class Speculator:
         if not self._constrained or (proposer is not None and (proposer.wants_logits or "last" in proposer.inputs)):
             return found
         for sequence_id in self._constrained & drafts.keys():
-            count = count_shared(drafts[sequence_id], self._forced.of(sequence_id))
-            if count > 1 and self._followed[sequence_id].sequence.sampling.takes_forced:
+            count = count_shared(drafts[sequence_id], self.forced.of(sequence_id))
+            if count > 1 and self.followed[sequence_id].sequence.sampling.takes_forced:
                 found[sequence_id] = count - 1
         return found
 
     def _will_tell(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> bool:
         """Return whether the step will yield a measurement of the drafts' cost: it has some, and is otherwise a decode step."""
         scheduled = plan.num_scheduled_tokens
-        are_forced = any(key not in wanted and self._forced.of(key) for key in plan.num_draft_slots or ())
+        are_forced = any(key not in wanted and self.forced.of(key) for key in plan.num_draft_slots or ())
         return bool(wanted) and not are_forced and len(scheduled) == sum(scheduled.values())
 
     def on_logits(
@@ -305,7 +306,7 @@ class Speculator:
                 continue
             if sequence_id in paths:
                 rows = (index, *range(next_row, next_row + len(draft)))
-                sequence = self._followed[sequence_id].sequence
+                sequence = self.followed[sequence_id].sequence
                 outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits, rows))
             next_row += len(draft)
         self._proposer.on_logits(outcomes)
@@ -330,29 +331,29 @@ class Speculator:
         if self._proposer is not None:
             told: list[tuple[DraftedSequence, int, int]] = []
             for sequence_id, first, count in fed:  # every one of them is tracked
-                told.append((self._followed[sequence_id].sequence, first, count))
+                told.append((self.followed[sequence_id].sequence, first, count))
             self._proposer.on_step_states(what, told, features)
 
     def suspend(self) -> StepDrafts:
         """Save and clear the state of the current step, so that a step of other sequences can begin before it ends."""
-        kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_caught_up)
-        self._drafted, self._drafts = {}, {}
+        kept = StepDrafts(self.drafted, self._drafts, self.num_drafts, self._num_caught_up)
+        self.drafted, self._drafts = {}, {}
         return kept
 
     def resume(self, step: StepDrafts) -> None:
         """Restore a step that was suspended; it must be the next one to end."""
-        self._drafted, self._drafts, self._num_drafts, self._num_caught_up = step
+        self.drafted, self._drafts, self.num_drafts, self._num_caught_up = step
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """End a step, and return how many drafts each sequence that got tokens could use in the next one.
 
         paths  of these sequences, the accepted drafts
         """
-        if not self._followed:
+        if not self.followed:
             return {}
         controller = self.controller
         is_plain = len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values())
-        if controller is not None and is_plain and not self._drafted and not self._constrained:
+        if controller is not None and is_plain and not self.drafted and not self._constrained:
             num_skippable = controller.num_skippable
             if num_skippable > 0:
                 controller.skip_steps(1)
@@ -361,13 +362,13 @@ class Speculator:
                 return {}
         self._has_ended = True
         if controller is not None:
-            for sequence_id, made in self._drafted.items():
+            for sequence_id, made in self.drafted.items():
                 if sequence_id not in paths:  # its mask is pending, or it has failed: nothing was verified
                     continue
                 path = paths[sequence_id] if made.is_verified else ()
-                controller.note_verified(self._followed[sequence_id].record, made.num_asked, path)
+                controller.note_verified(self.followed[sequence_id].record, made.num_asked, path)
             # Steps with forced tokens are not measured: their number varies whatever drafts cost.
-            if is_plain and self._drafts.keys() <= self._drafted.keys():
+            if is_plain and self._drafts.keys() <= self.drafted.keys():
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (controller is not None and controller.is_disabled)
         wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
@@ -390,13 +391,13 @@ class Speculator:
         for sequence_id in advanced:
             num_forced = 0
             if sequence_id in self._constrained:
-                num_forced = self._forced.num_available(sequence_id, self._followed[sequence_id].sequence.sampling)
+                num_forced = self.forced.num_available(sequence_id, self.followed[sequence_id].sequence.sampling)
             requested[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
         return requested
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts to request from the proposer for the next step."""
-        followed = [self._followed[sequence_id] for sequence_id in advanced]
+        followed = [self.followed[sequence_id] for sequence_id in advanced]
         counts = [proposer.num_available(one.sequence, self._max_tokens) for one in followed]
         if self.controller is not None:
             counts = self.controller.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])

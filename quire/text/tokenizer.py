@@ -63,7 +63,7 @@ class Tokenizer:
         template_source: str | None = None,
         template_file: Path | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.named_tokens = named_tokens
         self.vocab_size = backend.vocab_size
         self.special_token_ids = backend.special_token_ids
@@ -76,7 +76,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"prompt must be a string, got a {type(text).__name__}", "prompt")
         self._check_text(text)
-        return self._backend.encode(text, add_special_tokens)
+        return self.backend.encode(text, add_special_tokens)
 
     def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]:
         """Return the ids of one text or a pair of them in one prompt, and of each token its text, None for special ones.
@@ -85,10 +85,10 @@ class Tokenizer:
         """
         for text in texts:
             self._check_text(text)
-        if isinstance(self._backend, PartsEncoder):
-            return self._backend.encode_parts(texts)
-        plain = [self._backend.encode(text, False) for text in texts]
-        whole, joined = self._backend.encode(texts[0], True), [token_id for part in plain for token_id in part]
+        if isinstance(self.backend, PartsEncoder):
+            return self.backend.encode_parts(texts)
+        plain = [self.backend.encode(text, False) for text in texts]
+        whole, joined = self.backend.encode(texts[0], True), [token_id for part in plain for token_id in part]
         starts = range(len(whole) - len(plain[0]) + 1)
         start = next((start for start in starts if whole[start : start + len(plain[0])] == plain[0]), 0)
         before, after = whole[:start], whole[start + len(plain[0]) :]
@@ -102,32 +102,32 @@ class Tokenizer:
         other bytes than the text: `quire.grammar.spelling` tokenizes it exactly. Raises RequestError.
         """
         self._check_text(text)
-        return self._backend.encode_continuation(text)
+        return self.backend.encode_continuation(text)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; ids without a token have none, invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
-        return self._backend.decode([token_id for token_id in token_ids if token_id not in skipped])
+        return self.backend.decode([token_id for token_id in token_ids if token_id not in skipped])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return one token's contribution to a text, in UTF-8, possibly a part of a character."""
-        return self._backend.bytes_of(token_id)
+        return self.backend.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Return one token's contribution to a text, including a leading space; parts of characters become U+FFFD."""
-        return self._backend.bytes_of(token_id).decode("utf-8", errors="replace")
+        return self.backend.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token given by its spelling in the vocabulary, None for an unknown one."""
-        return self._backend.id_of(token)
+        return self.backend.id_of(token)
 
     def new_stream(self) -> TokenStream:
         """Return a stream whose joined text equals `decode` of the same tokens; see IncrementalDetokenizer."""
-        return self._backend.new_stream()
+        return self.backend.new_stream()
 
     def new_exact_stream(self) -> TokenStream:
         """Return a stream whose joined text is `token_bytes` of the same tokens, as used by grammars."""
-        return Utf8Stream(self._backend.bytes_of, strips_first_space=False)
+        return Utf8Stream(self.backend.bytes_of, strips_first_space=False)
 
     def apply_chat_template(
         self,
@@ -167,7 +167,7 @@ class Tokenizer:
         if not chat.literal_spans:
             return self.encode(chat.text, add_special_tokens=False)
         token_ids: list[int] = []
-        for text, is_literal in _split_at_tokens(chat, self._added_pattern, self._backend.added_tokens):
+        for text, is_literal in _split_at_tokens(chat, self._added_pattern, self.backend.added_tokens):
             if is_literal:
                 token_ids += self._encode_literally(text, is_first=not token_ids)
             elif text:
@@ -200,7 +200,7 @@ class Tokenizer:
     def _control_tokens(self) -> frozenset[str]:
         """The added tokens with a meaning for the model: special ones, and those that the template writes."""
         source = self._template().source
-        added = self._backend.added_tokens.items()
+        added = self.backend.added_tokens.items()
         return frozenset(
             text
             for text, token_id in added
@@ -209,13 +209,13 @@ class Tokenizer:
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        ordered = sorted(self._backend.added_tokens, key=len, reverse=True)
+        ordered = sorted(self.backend.added_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
     def _encode_literally(self, text: str, is_first: bool) -> list[int]:
         self._check_text(text)
-        token_ids = self._backend.encode_without(text, self._control_tokens, is_first)
-        forbidden = {self._backend.added_tokens[token] for token in self._control_tokens}
+        token_ids = self.backend.encode_without(text, self._control_tokens, is_first)
+        forbidden = {self.backend.added_tokens[token] for token in self._control_tokens}
         found = next((token_id for token_id in token_ids if token_id in forbidden), None)
         if found is not None and not self._is_unknown(found):
             raise RequestError(
@@ -238,7 +238,7 @@ class Tokenizer:
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
-        return None if token is None else self._backend.id_of(token)
+        return None if token is None else self.backend.id_of(token)
 
 
 def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str], tokens: Iterable[str]) -> list[tuple[str, bool]]:

@@ -199,9 +199,9 @@ class MedusaHead(nn.Module):
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
         """See Head. Block i predicts the token 2 + i positions after the last token that was read."""
-        return _sum_losses(self.speak(rows.hidden.float()), Wanted.of(rows.logits, self._draft_ids), 0.8)
+        return _sum_losses(self.head_logits(rows.hidden.float()), Wanted.of(rows.logits, self._draft_ids), 0.8)
 
-    def speak(self, hidden: Tensor) -> Iterator[Tensor]:
+    def head_logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """Yield the logits of each block at each position [B, L, V']."""
         for block, head in zip(self.blocks, self.lm_heads, strict=True):
             yield head(hidden + F.silu(block["layers"][0](hidden)))
@@ -225,9 +225,9 @@ class MedusaHead(nn.Module):
         }
 
 
-def _sum_losses(said: Iterator[Tensor], wanted: Wanted, decay: float) -> tuple[Tensor, list[Tensor]]:
+def _sum_losses(head_logits: Iterator[Tensor], wanted: Wanted, decay: float) -> tuple[Tensor, list[Tensor]]:
     total, shares = torch.zeros(()), []
-    for step, logits in enumerate(said):
+    for step, logits in enumerate(head_logits):
         loss, share = wanted.loss(logits, 1 + step)
         total = total + decay**step * loss
         shares.append(share)

@@ -86,7 +86,7 @@ def measure_ranks(target: Target, folder: Path, sequences: NDArray[np.int32], pr
         token_ids = torch.from_numpy(np.asarray(line).astype(np.int64))
         hidden = target.compute(token_ids[None]).hidden[0, first:last].float()
         columns: list[Tensor] = []
-        for index, logits in enumerate(model.speak(hidden, model.num_heads)):
+        for index, logits in enumerate(model.logits(hidden, model.num_heads)):
             came = token_ids[first + 2 + index : last + 2 + index]
             own = came if places is None else places[came]
             score = logits.gather(1, own.clamp(min=0)[:, None])

@@ -205,7 +205,7 @@ class NixlSlots:
     """The slots of a peer, read over one connection; see MappedSlots for those of the same machine."""
 
     def __init__(self, agent: NixlAgent, peer: str, region: Region, page_bytes: int, buffer: _Buffer) -> None:
-        self._agent, self._peer, self._region, self._page_bytes = agent, peer, region, page_bytes
+        self.agent, self._peer, self._region, self._page_bytes = agent, peer, region, page_bytes
         self._buffer: _Buffer | None = buffer
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview], is_given_up: Callable[[], bool]) -> None:
@@ -222,22 +222,22 @@ class NixlSlots:
                 (self._region.address + slot * self._region.stride, buffer.address + index * self._page_bytes)
                 for index, slot in enumerate(part)
             ]
-            self._wait(*self._agent.start(self._peer, pairs, self._page_bytes), buffer, is_given_up)
+            self._wait(*self.agent.start(self._peer, pairs, self._page_bytes), buffer, is_given_up)
             with memoryview(buffer.memory) as pages:
                 for index, target in enumerate(targets[begin : begin + at_once]):
                     target.cast("B")[:] = pages[index * self._page_bytes : (index + 1) * self._page_bytes]
 
     def close(self) -> None:
         """Close the connection."""
-        self._agent.close(self._peer, self._buffer)
+        self.agent.close(self._peer, self._buffer)
 
     def _wait(self, handle: object, state: str, buffer: _Buffer, is_given_up: Callable[[], bool]) -> None:
         while state == RUNNING:
             if is_given_up():
                 self._buffer = None
-                self._agent.abandon(handle, buffer)
+                self.agent.abandon(handle, buffer)
                 raise TransferError("a read of NIXL was given up, as the peer is silent or gone")
             time.sleep(_POLL_S)
-            state = self._agent.state_of(handle)
+            state = self.agent.state_of(handle)
         if state != "DONE":
             raise TransferError(f"a read of NIXL failed: {state}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.shared_slots import SharedSlots
 from quire.transfer.address import Address
 from quire.transfer.channel import Channel, Fields, TransferError, int_of, list_of, text_of
@@ -206,6 +206,7 @@ class PageClient:
         self._closing = threading.Event()
         self._watching: threading.Thread | None = None
         self._outcomes: Counter[str] = Counter()
+        self.errors = UnexpectedErrors(logger)
         self.pull_s = 0.0
 
     def set_peers(self, addresses: Sequence[Address]) -> None:
@@ -358,24 +359,32 @@ class PageClient:
             self._watching.join(timeout_s)
 
     def _run(self, pull: Pull, peer: _Peer) -> None:
-        started_s, tried = time.monotonic(), [peer]
-        outcome = self._attempt(pull, peer)
+        started_s, outcome = time.monotonic(), "lost"
+        try:
+            outcome = self._try_peers(pull, [peer], started_s)
+        except Exception as error:  # noqa: BLE001 - the pages are computed here
+            self.errors.note("the choice of a prefill engine", error)
+        finally:
+            pull.duration_s = time.monotonic() - started_s
+            with self._lock:
+                self._pulls.discard(pull)
+                self._outcomes[outcome] += 1
+                self.pull_s += pull.duration_s
+            pull.outcome, pull.is_over = outcome, True
+            self._on_news()
+
+    def _try_peers(self, pull: Pull, tried: list[_Peer], started_s: float) -> str:
+        """Ask the one peer of a list, and others where it fails, which are added to it; return the outcome."""
+        outcome = self._attempt(pull, tried[0])
         while outcome in _RETRIED and not pull.num_done and time.monotonic() - started_s < _RETRY_WITHIN_S:
             with self._lock:
-                is_ending = pull.is_cancelled or self._closing.is_set()
-                following = None if is_ending else self._assign(pull, tried)
+                following = None if pull.is_cancelled or self._closing.is_set() else self._assign(pull, tried)
                 if following is None:
                     break
                 self._outcomes["retried"] += 1
             tried.append(following)
             outcome = self._attempt(pull, following)
-        pull.duration_s = time.monotonic() - started_s
-        with self._lock:
-            self._pulls.discard(pull)
-            self._outcomes[outcome] += 1
-            self.pull_s += pull.duration_s
-        pull.outcome, pull.is_over = outcome, True
-        self._on_news()
+        return outcome
 
     def _attempt(self, pull: Pull, peer: _Peer) -> str:
         """Ask one peer, and return the outcome."""
@@ -386,8 +395,8 @@ class PageClient:
             outcome, problem = error.reason, str(error)
         except (TransferError, OSError) as error:
             outcome, problem = ("aborted" if pull.is_cancelled else "lost"), str(error)
-        except Exception:
-            logger.exception("a KV transfer from %s failed", peer.address)
+        except Exception as error:  # noqa: BLE001 - the pages are computed here
+            self.errors.note("a KV transfer", error, f"from {peer.address}")
             outcome, problem = "lost", "an error of this engine"
         with self._lock:
             peer.num_active -= 1
@@ -446,8 +455,10 @@ class PageClient:
             connection.channel.send({"type": "load"})
             fields, _ = connection.channel.receive("load")
             self._note_report(peer, fields)
-        except (TransferError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the load of the peer is not known
             connection.close()
+            if not isinstance(error, TransferError | OSError):
+                self.errors.note("asking for the load of a prefill engine", error, str(peer.address))
             if isinstance(error.__cause__, TimeoutError):  # a peer that has ended is noticed at the next transfer
                 with self._lock:
                     self._judge(peer, "lost", str(error))
@@ -466,17 +477,14 @@ class PageClient:
             peer.load.report(num_waiting, peer.heard_s)
 
     def _pull(self, pull: Pull, peer: _Peer) -> str:
-        connection = self._take_idle(peer)
+        with self._lock:
+            connection = peer.idle.pop() if peer.idle else None
         if connection is not None:
             try:
                 return self._transfer(pull, peer, connection)
             except _StaleError:
                 pass  # the peer has closed it meanwhile, or was started again
         return self._transfer(pull, peer, self._connect(pull, peer))
-
-    def _take_idle(self, peer: _Peer) -> _Connection | None:
-        with self._lock:
-            return peer.idle.pop() if peer.idle else None
 
     def _connect(self, pull: Pull, peer: _Peer) -> _Connection:
         channel = Channel(peer.address.connect(self._silence_s), self._silence_s)

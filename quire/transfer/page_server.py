@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.shared_slots import SharedSlots
 from quire.transfer.address import Address
 from quire.transfer.channel import Channel, Fields, TransferError, int_of, text_of
@@ -66,8 +66,10 @@ class PrefillJob:
     first_page  the first that is wanted; those before it D has
     num_taken   of the wanted pages, how many D has taken
     is_over     nobody waits for the pages any more
-    outcome     then: "complete", "partial", "aborted" (D closed the connection) or "expired" (D was silent)
+    outcome     then: "complete", "partial", "aborted" (D closed the connection), "expired" (D was silent) or "failed" (an error
+                of this engine)
     started_s   of time.monotonic()
+    ready       pages that have been lent, (key, slot)
     """
 
     token_ids: Sequence[int]
@@ -80,7 +82,7 @@ class PrefillJob:
     is_over: bool = False
     outcome: str = ""
     started_s: float = field(default_factory=time.monotonic)
-    _ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # key, slot
+    ready: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     _is_complete: bool = False
     _reason: str = ""
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -88,7 +90,7 @@ class PrefillJob:
     def add_ready(self, pages: Sequence[tuple[int, int]]) -> None:
         """Lend pages, (key, slot), in order; the engine keeps them in their slots until they are taken or the job is over."""
         with self._changed:
-            self._ready += pages
+            self.ready += pages
             self._changed.notify_all()
 
     def complete(self, reason: str = "") -> None:
@@ -100,14 +102,14 @@ class PrefillJob:
     def wait_ready(self, first: int, max_pages: int, timeout_s: float) -> tuple[list[tuple[int, int]], bool, str]:
         """Return pages from `first` on, whether they are the last, and the reason; waits for the first of them."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) > first or self._is_complete, timeout_s)
-            pages = self._ready[first : first + max_pages]
-            is_last = self._is_complete and first + len(pages) == len(self._ready)
+            self._changed.wait_for(lambda: len(self.ready) > first or self._is_complete, timeout_s)
+            pages = self.ready[first : first + max_pages]
+            is_last = self._is_complete and first + len(pages) == len(self.ready)
             return pages, is_last, self._reason if is_last else ""
 
 
 class PageSource(Protocol):
-    """The engine behind a page server; called by the threads of connections.
+    """The engine of a page server; called by the threads of connections.
 
     shared             its slots, for peers on this machine to map; None: their bytes are sent
     num_waiting_pages  of all jobs, that are not computed yet
@@ -147,12 +149,13 @@ class PageServer:
         lease_s: float = LEASE_S,
         nixl: NixlAgent | None = None,
     ) -> None:
-        self._identity, self._source, self._lease_s, self._nixl = identity, source, lease_s, nixl
+        self._identity, self._source, self.lease_s, self._nixl = identity, source, lease_s, nixl
         self.incarnation = secrets.token_hex(16)
         self._listener = address.listen()
         name = self._listener.getsockname()
         self.address = address if address.path else Address(host=name[0], port=name[1])
         self._refusals: Counter[str] = Counter()
+        self.errors = UnexpectedErrors(logger)
         self._told: set[str] = set()
         self._channels: set[Channel] = set()
         self._threads: list[threading.Thread] = []
@@ -192,22 +195,36 @@ class PageServer:
         while not self._is_closing:
             try:
                 sock, _ = self._listener.accept()
-            except OSError as error:
+                try:
+                    self._begin(sock)
+                except BaseException:
+                    sock.close()
+                    raise
+            except Exception as error:  # noqa: BLE001 - the next peer may have more luck
                 if self._is_closing:
                     return
-                logger.warning("the page server cannot accept a connection: %s", error)
+                if isinstance(error, OSError):
+                    logger.warning("the page server cannot accept a connection: %s", error)
+                else:
+                    self.errors.note("accepting a connection of the page server", error)
                 threading.Event().wait(0.1)
-                continue
-            channel = Channel(sock, _HANDSHAKE_S)
-            with self._lock:
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                if self._is_closing or len(self._channels) >= _MAX_CONNECTIONS:
-                    channel.close()
-                    continue
-                self._channels.add(channel)
-                thread = threading.Thread(target=self._serve, args=(channel, sock), name="kv-page-lender", daemon=True)
-                self._threads.append(thread)
-            thread.start()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection in a thread of its own, or close it where there are too many."""
+        channel = Channel(sock, _HANDSHAKE_S)
+        thread = threading.Thread(target=self._serve, args=(channel, sock), name="kv-page-lender", daemon=True)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            if self._is_closing or len(self._channels) >= _MAX_CONNECTIONS:
+                channel.close()
+                return
+            self._channels.add(channel)
+            try:
+                thread.start()
+            except BaseException:
+                self._channels.discard(channel)
+                raise
+            self._threads.append(thread)
 
     def _serve(self, channel: Channel, sock: socket.socket) -> None:
         try:
@@ -223,6 +240,8 @@ class PageServer:
                 self._answer(channel, self._read_job(channel, fields, num_bytes), shared is not None)
         except (TransferError, RefusedError, OSError) as error:
             logger.debug("a connection of the page server ends: %s", error)
+        except Exception as error:  # noqa: BLE001 - the peer computes the pages
+            self.errors.note("a connection of the page server", error)
         finally:
             with self._lock:
                 self._channels.discard(channel)
@@ -280,6 +299,9 @@ class PageServer:
         except TransferError as error:
             job.outcome = "expired" if isinstance(error.__cause__, TimeoutError) else "aborted"
             raise
+        except Exception:
+            job.outcome = "failed"
+            raise
         finally:
             job.is_over = True
             self._source.note_change()
@@ -289,7 +311,7 @@ class PageServer:
         num_sent, max_pages = 0, max(1, MAX_MESSAGE_BYTES // self._identity.page_bytes)
         is_last, reason = False, ""
         while True:
-            fields, _ = channel.receive("pull", "release", timeout_s=self._lease_s)
+            fields, _ = channel.receive("pull", "release", timeout_s=self.lease_s)
             if fields["type"] == "release":
                 return "complete" if is_last and not reason else "partial"
             num_taken = int_of(fields, "num_taken", job.num_taken, num_sent)
@@ -310,5 +332,5 @@ class PageServer:
             }
             if is_shared:
                 message["slots"] = [slot for _, slot in pages]
-            channel.send(message, () if is_shared else views, timeout_s=self._lease_s)
+            channel.send(message, () if is_shared else views, timeout_s=self.lease_s)
             num_sent += len(pages)

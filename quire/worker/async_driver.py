@@ -120,10 +120,10 @@ class AsyncStepDriver(StepDriver):
                     running.pending = running.masks.wait(is_running=True)
                 self._sample_now(running)
                 result = self._finish(running)
-            finally:  # sequences that start in the step behind do not depend on this one
-                for behind in self._in_flight:
-                    if isinstance(behind, RunningStep):
-                        behind.masks = self._start_masks(behind.step)
+            finally:  # sequences that start in the next step do not depend on this one
+                for following in self._in_flight:
+                    if isinstance(following, RunningStep):
+                        following.masks = self._start_masks(following.step)
         if self._in_flight:
             self._speculator.restart_clock()
         if self._async_mover is None:

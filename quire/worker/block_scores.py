@@ -1,4 +1,4 @@
-"""The scores of blocks that KV compression asks for: which tokens of a step are observed, and what a plan's rows are told."""
+"""The scores of blocks that KV compression asks for: which tokens of a step are observed, and the inputs of a plan's rows."""
 
 from __future__ import annotations
 

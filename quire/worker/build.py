@@ -21,7 +21,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.transformers_backend.decoder import load_transformers_model
 from quire.model.transformers_backend.probe import read_transformers_model
 from quire.parallel.barrier import native_extension
-from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.quant.policy import DEVICE_POLICIES, POLICIES, describe_short_rows, parameter_quantizer
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.device.device_select import choose_device, library_device
@@ -52,6 +52,11 @@ def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[En
     try:
         head = load_pooling_head(report)
         device = choose_device(config)
+        if config.quantization is not None:
+            policy = (POLICIES if device is None else DEVICE_POLICIES)[config.quantization]
+            short = describe_short_rows(report.parameters, len(report.spec.layers), policy)
+            if short is not None:
+                logger.info("quantization %s: %s", config.quantization, short)
         if device is None:
             runner, built = _build_on_cpu(config, report, slab)
         else:
@@ -71,7 +76,7 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | No
         logger.info(line)
     warn_lossy(config)
     if config.parallel.world_size > 1:
-        _bind_threads(False)
+        bind_threads(False)
     if config.pipeline_parallel_size > 1:
         return _build_pipeline(config, report, slab)
     rebalance = None
@@ -127,7 +132,7 @@ def _vocabulary(config: EngineConfig, report: ModelReport) -> NativeVocabulary:
     return NativeVocabulary(native_extension(), spec, parameters, quantize)
 
 
-def _bind_threads(is_alone: bool) -> None:
+def bind_threads(is_alone: bool) -> None:
     """Bind the threads of native steps to NUMA nodes, if there are several, before they pack the weights.
 
     is_alone  one process runs the model by native steps; otherwise threads that an earlier engine has bound are let go
@@ -145,7 +150,7 @@ def _bind_threads(is_alone: bool) -> None:
 def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    _bind_threads(uses_native_kernels(config, report.spec))
+    bind_threads(uses_native_kernels(config, report.spec))
     if report.spec.implementation == "transformers":
         info = read_transformers_model(report.folder, report.spec.dtype)
         model = load_transformers_model(report.folder, info, library_device(config))

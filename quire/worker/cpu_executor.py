@@ -133,7 +133,7 @@ class CpuStepExecutor:
         reads: Sequence[DraftInput],
     ) -> _Started:
         """See StepExecutor."""
-        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes, _, adapters, num_dropped = tokens
+        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes, _, adapters, num_dropped, bounds = tokens
         if num_dropped is not None:
             ends = [end - dropped for end, dropped in zip(ends, num_dropped, strict=True)]
         tables, addresses = self._tables, self._addresses
@@ -151,6 +151,7 @@ class CpuStepExecutor:
                 self._place_states(tokens) if self.has_states else None,
                 adapters,
                 num_dropped,
+                bounds,
             ),
             self._kv,
             logit_rows,
@@ -229,6 +230,10 @@ class CpuStepExecutor:
                 total += key_norms(decoder.cached_keys(self._kv, layer, blocks), self.block_size)
                 num_heads += heads
         return tuple((-total / (num_heads * self.block_size)).tolist())
+
+    def run_counts(self) -> tuple[int, int]:
+        """See BlockScorer."""
+        return self._scoring_decoder.run_counts
 
     @property
     def _scoring_decoder(self) -> Decoder | NativeDecoder:

@@ -140,6 +140,14 @@ def save_expert_load(path: str, stats: Sequence[ExpertStats]) -> None:
         logger.error("the load of the experts is lost: %s", error)
 
 
+def add_pairs(path: str, pairs: Mapping[int, Sequence[Sequence[int]]]) -> None:
+    """Add the tokens that chose two experts to a file of save_expert_load; a failure is logged."""
+    try:
+        write_loads(path, read_loads(path), pairs)
+    except ConfigError as error:
+        logger.error("the pairs of experts are lost: %s", error)
+
+
 def save_placements(path: str, loads: PlacedLoads) -> None:
     """Write where the experts are to a file; a failure is logged."""
     try:

@@ -42,15 +42,19 @@ class LayerPlan:
 
 
 def plan_layers(
-    placements: Mapping[int, ExpertPlacement], loads: Counts, shares: Sequence[float], limit: float = MAX_IMBALANCE
+    placements: Mapping[int, ExpertPlacement],
+    loads: Counts,
+    shares: Sequence[float],
+    limit: float = MAX_IMBALANCE,
+    num_hosts: int = 1,
 ) -> list[LayerPlan]:
-    """Return the changes of each layer; none for layers that are balanced or got no tokens."""
+    """Return the changes of each layer; none for layers that are balanced or got no tokens. num_hosts: see improve_changes."""
     found: list[LayerPlan] = []
     for layer, placement in placements.items():
         load = loads[layer].tolist()
         first = before = placement.imbalance(load, shares)
         changes: list[ExpertChange] = []
-        for moves in improve_changes(placement, load, shares, limit):
+        for moves in improve_changes(placement, load, shares, limit, num_hosts=num_hosts):
             placement = apply_moves(placement, moves)
             after = placement.imbalance(load, shares)
             changes.append(ExpertChange(layer, tuple(moves), before, after))
@@ -92,6 +96,7 @@ class ExpertRebalancer:
     read    returns the tokens so far
     loads   gets every new placement, for statistics
     save    writes the placements to a file, after each rebalancing; None: no file
+    num_hosts  of the ranks: experts stay on theirs where they can
     """
 
     def __init__(
@@ -102,9 +107,10 @@ class ExpertRebalancer:
         loads: PlacedLoads,
         options: EplbConfig,
         save: Callable[[], None] | None,
+        num_hosts: int = 1,
     ) -> None:
         self._mover, self._send, self._read, self._loads = mover, send, read, loads
-        self._options, self._save = options, save
+        self._options, self._save, self._num_hosts = options, save, num_hosts
         self._window = LoadWindow(options.window_size)
         self._num_steps = 0
         self._planning: threading.Thread | None = None
@@ -138,7 +144,7 @@ class ExpertRebalancer:
     def _plan(self, placements: Mapping[int, ExpertPlacement], load: Counts) -> None:
         try:
             with short_turns():
-                self._plans = plan_layers(placements, load, self._loads.shares)
+                self._plans = plan_layers(placements, load, self._loads.shares, num_hosts=self._num_hosts)
         except Exception:  # a bug here must not end an engine that serves
             logger.exception("the experts cannot be rebalanced")
             self._plans = []
@@ -152,7 +158,7 @@ class ExpertRebalancer:
             self._take_plans()
         if self._moving is not None:
             self._try_switch(self._moving)
-        if self._moving is None and self._changes:
+        elif self._changes:  # not in the step that switches, which would take longer
             self._moving = self._changes.popleft()
             self._send(self._moving)
             self._mover.prepare(self._moving)

@@ -58,7 +58,7 @@ class GrammarMasks:
         self.filler = MaskFiller() if filler is None else filler
         self.wait_policy: MaskWaitPolicy | None = MaskWaitPolicy()
         self._costs: dict[SequenceId, MaskCost] = {}
-        self._pending: dict[SequenceId, MaskFill] = {}
+        self.pending: dict[SequenceId, MaskFill] = {}
         self._ready: dict[SequenceId, MaskFill] = {}  # were pending, and their sequences are to be planned again
         self._model_s = 0.0  # how long the model ran in the last step with masks
 
@@ -69,7 +69,7 @@ class GrammarMasks:
         for sequence_id in sequence_ids:
             self._costs.pop(sequence_id, None)
             self._ready.pop(sequence_id, None)
-            fill = self._pending.pop(sequence_id, None)
+            fill = self.pending.pop(sequence_id, None)
             if fill is not None:
                 fill.drop()
 
@@ -82,7 +82,7 @@ class GrammarMasks:
             if row.sampling.matcher is None or row.sampling.grammar_error is not None:
                 continue
             sequence_id = row.start.sequence_id
-            fill = self._ready.pop(sequence_id, None) or self._pending.pop(sequence_id, None)
+            fill = self._ready.pop(sequence_id, None) or self.pending.pop(sequence_id, None)
             if fill is None:
                 draft = drafts.get(sequence_id) if drafts else None
                 fill = MaskFill(
@@ -111,22 +111,22 @@ class GrammarMasks:
 
     def keep_pending(self, pending: Mapping[SequenceId, MaskFill]) -> None:
         """Keep masks that are not filled for later steps."""
-        self._pending.update(pending)
+        self.pending.update(pending)
 
     def take_ready(self, timeout_s: float = 0.0) -> tuple[SequenceId, ...]:
         """Return the sequences whose pending masks are filled now; wait up to timeout_s for one."""
-        if not self._pending:
+        if not self.pending:
             return ()
         if timeout_s > 0:
-            self.filler.wait_for_any(tuple(self._pending.values()), timeout_s)
-        done = [sequence_id for sequence_id, fill in self._pending.items() if fill.is_done]
+            self.filler.wait_for_any(tuple(self.pending.values()), timeout_s)
+        done = [sequence_id for sequence_id, fill in self.pending.items() if fill.is_done]
         for sequence_id in done:
-            self._ready[sequence_id] = self._pending.pop(sequence_id)
+            self._ready[sequence_id] = self.pending.pop(sequence_id)
         return tuple(done)
 
     def close(self) -> None:
         """End the threads."""
-        for fill in self._pending.values():
+        for fill in self.pending.values():
             fill.drop()
         self.filler.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan, TableRun
-from quire.model.token_runs import BlockTable, TreePlaces
+from quire.model.token_runs import BlockTable, BoundsRequest, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
@@ -148,7 +149,9 @@ class InputBatch:
         self._constrained: set[SequenceId] = set()  # those with a grammar
         self._evicted: set[SequenceId] = set()  # those that have lost blocks
         self._observers: set[SequenceId] = set()  # those with a KV compression that observes attention
-        self._tables = block_tables
+        self._bounds: dict[SequenceId, tuple[int, int, float]] = {}  # key, first position and gap of those that skip runs
+        self._bound_keys, self._ended_bounds = itertools.count(1), list[int]()
+        self.block_tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self.pooling_head: PoolingHead | None = None
         self.row_processor: RowProcessor | None = None
@@ -168,15 +171,17 @@ class InputBatch:
                 self._constrained.discard(sequence_id)
                 self._evicted.discard(sequence_id)
                 self._observers.discard(sequence_id)
+                if sequence_id in self._bounds:
+                    self._ended_bounds.append(self._bounds.pop(sequence_id)[0])
         if not (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.window_blocks or plan.evicted_blocks):
             return _NO_ENTRIES
         entries = [self._evict_blocks(*item) for item in (plan.evicted_blocks or {}).items()]
         for start in plan.starts:
             row = self._start(start)
-            entries.append(self._append_blocks(row, start.block_ids))
+            entries.append(self.append_blocks(row, start.block_ids))
             entries += [self._set_window_blocks(row, run) for run in start.window_blocks]
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
-            entries.append(self._append_blocks(self._rows[sequence_id], block_ids))
+            entries.append(self.append_blocks(self._rows[sequence_id], block_ids))
         for sequence_id, replaced in (plan.replaced_blocks or {}).items():
             row = self._rows[sequence_id]
             for index, block_id in replaced:
@@ -220,7 +225,7 @@ class InputBatch:
             start.num_computed_tokens,
             0,
             batch_slot,
-            self._tables[batch_slot],
+            self.block_tables[batch_slot],
             sampling,
             is_host_sampled,
             None if pooling is None else Pooler(pooling, self.pooling_head),
@@ -234,11 +239,15 @@ class InputBatch:
         compression = start.request.params.kv_compression
         if compression is not None and compression.observes_attention:
             self._observers.add(start.sequence_id)
+        if compression is not None and compression.gap is not None:
+            first = compression.first_len(row.num_prompt_tokens)
+            self._bounds[start.sequence_id] = next(self._bound_keys), first, compression.gap
         if sampling.matcher is not None:
             self._constrained.add(start.sequence_id)
         return row
 
-    def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
+    def append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
+        """Append blocks to the table of a row; return the change."""
         first = row.num_blocks
         row.num_blocks = first + len(block_ids)
         row.block_table[first : row.num_blocks] = block_ids
@@ -308,6 +317,11 @@ class InputBatch:
             tokens = tokens._replace(num_dropped=[row.num_dropped_tokens for row in rows])
         if self._has_adapters:
             tokens = tokens._replace(adapters=[row.start.request.adapter_key for row in rows])
+        if self._bounds or self._ended_bounds:
+            found = [self._bounds.get(row.start.sequence_id, (0, 0, 0.0)) for row in rows]
+            keys, firsts, gaps = (list(values) for values in zip(*found, strict=True))
+            tokens = tokens._replace(bounds=BoundsRequest(keys, firsts, gaps, self._ended_bounds))
+            self._ended_bounds = []
         return StepInput(tokens, rows, drafts, ready, bool(self._prompt_rows), num_unasked)
 
     def _state_change(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft]) -> StateChange:

@@ -33,8 +33,7 @@ from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 from quire.worker.state_table import num_state_rows
 
 _KV_SHARE = 0.5
-"""Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
-not ours."""
+"""Default share of the memory that weights and activations leave which the KV pool may take: other processes need the rest."""
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
@@ -45,7 +44,7 @@ _DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
 """So many that the products of a small model take longer than the host takes to launch them."""
 
 _SPARE_CHECKPOINTS = 16
-"""Recurrent states of prefixes that are kept besides one for each sequence that runs."""
+"""Recurrent states of prefixes that are kept, in addition to one for each running sequence."""
 
 _ROWS_OF_A_RANK = 4
 """Rows of the hidden size that each tensor-parallel rank has for a token: hidden states, their norm, and both packed."""
@@ -54,7 +53,7 @@ _PARTIAL_BYTES = 16 << 20
 """Of partial results of attention that ranks exchange at once, MAX_CONTEXT_BYTES in csrc/plan.cpp; a tile may need more."""
 
 _CPU_BLOCK_SIZE = 16
-"""Tokens in a KV block where nobody says."""
+"""Default tokens in a KV block."""
 
 
 def cpu_block_size(config: EngineConfig) -> int:
@@ -287,7 +286,7 @@ def plan_memory(
 
 
 DEVICE_BLOCK_SIZE = 64
-"""Tokens in a KV block on a GPU where nobody says: a multiple of what attention takes at once."""
+"""Default tokens in a KV block on a GPU: a multiple of what attention takes at once."""
 
 
 def block_unit(config: EngineConfig, block_size: int | None = None) -> int:

@@ -449,7 +449,7 @@ def _build_rank_0(
     slab: HostSlab | None,
 ) -> tuple[LeaderExecutor, ModelReport]:
     if workers.exchange is not None:
-        check_hosts(config)
+        check_hosts(config, report.spec)
     if workers.num_on_host is None:
         bind_rank_to_numa_node(0, rank_config.num_threads)
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
@@ -485,9 +485,10 @@ def _build_rank_0(
     return executor, report
 
 
-def check_hosts(config: EngineConfig) -> None:
+def check_hosts(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for what ranks on several hosts do not support: no process has whole pages."""
     for name, value, allowed in (
+        ("kv_host_bytes", config.kv_host_bytes if spec.has_recurrent_state else None, None),
         ("kv_disk_dir", config.kv_disk_dir, None),
         ("role", config.role, "both"),
         ("prefill_listen", config.prefill_listen, None),

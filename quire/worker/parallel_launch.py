@@ -119,7 +119,7 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
 
 
 @contextmanager
-def failures_told(config: EngineConfig) -> Iterator[None]:
+def failures_reported(config: EngineConfig) -> Iterator[None]:
     """If the block ends with a QuireError before the group has begun, tell the ranks that a launcher has started, and that wait
     for this one, rank 0."""
     try:

@@ -1,4 +1,4 @@
-"""What a leader tells its workers, of CPUs, GPUs or stages: the calls of its executor as messages of a MessageRing.
+"""Messages of a leader to its workers, of CPUs, GPUs or stages: the calls of its executor, over a MessageRing.
 
 A message is sixteen numbers and some arrays, so nothing is pickled. Every call reaches all workers in the leader's order.
 """
@@ -18,7 +18,7 @@ from quire.base.errors import InvariantError
 from quire.model.lora.adapter import Adapter, LowRankPair
 from quire.model.lora.numbers import AdapterHolder
 from quire.model.native_steps import OneTokenCall
-from quire.model.token_runs import TreePlaces
+from quire.model.token_runs import BoundsRequest, TreePlaces
 from quire.parallel.expert_balance import Move
 from quire.parallel.ring import RingMessage
 from quire.worker.expert_moves import ExpertChange, ExpertMover
@@ -76,6 +76,7 @@ class StepCall(NamedTuple):
 
 
 Encoded = tuple[list[int], _Arrays]
+_BOUNDS_TYPES = np.int64, np.int32, np.float32, np.int64
 
 
 def encode_changes(changes: Changes) -> Encoded:
@@ -113,7 +114,7 @@ def encode_step(call: StepCall) -> Encoded:
     flags = call.wants_best | call.needs_logits << 1 | call.keeps_all << 2
     flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4 | (call.changes is not None) << 5
     has_adapters = tokens.adapters is not None and any(tokens.adapters)
-    flags |= has_adapters << 6 | (tokens.states is not None) << 7
+    flags |= has_adapters << 6 | (tokens.states is not None) << 7 | (tokens.bounds is not None) << 8
     lists = tokens.token_ids, tokens.starts, tokens.ends, tokens.batch_slots, tokens.logit_rows, call.hidden_rows
     arrays: _Arrays = [_int32(values) for values in lists]
     if tokens.trees is not None:
@@ -125,6 +126,8 @@ def encode_step(call: StepCall) -> Encoded:
     if tokens.adapters is not None and has_adapters:
         keys = list(dict.fromkeys(tokens.adapters))
         arrays += [_int32([keys.index(key) for key in tokens.adapters]), _text("\n".join(keys))]
+    if tokens.bounds is not None:
+        arrays += [np.array(values, dtype) for values, dtype in zip(tokens.bounds, _BOUNDS_TYPES, strict=True)]
     if call.changes is not None:
         arrays += _change_arrays(call.changes)
     return [Call.STEP, flags, tokens.num_ready], arrays
@@ -146,8 +149,10 @@ def decode_step(message: RingMessage) -> StepCall:
         states, rest = _states_of(rest[:3]), rest[3:]
     if flags & 64:
         keys = _text_of(rest[1]).split("\n")
-        adapters = [keys[index] for index in rest[0].tolist()]
+        adapters, rest = [keys[index] for index in rest[0].tolist()], rest[2:]
+    bounds = BoundsRequest(*(array.tolist() for array in rest[:4])) if flags & 256 else None
     tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes, states, adapters)
+    tokens = tokens._replace(bounds=bounds)
     changes = _changes_of(rest[-2:]) if flags & 32 else None
     return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4), changes)
 

@@ -16,7 +16,7 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
-from quire.contracts.model_spec import MoeSpec
+from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.kv.tiers.host_slab import HostSlab, slots_of
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
@@ -142,7 +142,7 @@ def _start_stages(
     own_stage = None
     try:
         if isinstance(workers, RemoteWorkers):
-            _check_hosts(config, stage_config)
+            _check_hosts(config, stage_config, spec)
             stage_config = replace(stage_config, slots_file=-1)  # each process has the pages of its own layers
         ready: dict[str, Any] = {}
         if stage_config.first_rank == 0:
@@ -170,14 +170,14 @@ def _start_stages(
         raise
 
 
-def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
+def _check_hosts(config: EngineConfig, stage_config: StageConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for what stages on several hosts do not support."""
     if stage_config.link is None:
         raise ConfigError(
             "distributed_executor_backend is 'ray', but its workers share no memory with the leader, as stages must: "
             "start them where processes see each other, or with torchrun"
         )
-    check_hosts(config)
+    check_hosts(config, spec)
 
 
 def _build_own_stage(

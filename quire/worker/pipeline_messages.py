@@ -1,4 +1,4 @@
-"""What the leader of a pipeline tells its stages, as messages of a MessageRing. Every message reaches all stages, in order.
+"""Messages of a pipeline's leader to its stages, over a MessageRing. Every message reaches all stages, in order.
 
 Most are those of tensor parallelism (parallel_messages.py) with a number more; a request is answered by the last stage only.
 """

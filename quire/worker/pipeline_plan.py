@@ -49,10 +49,10 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     if refusal is not None:
         raise ConfigError(f"pipeline_parallel_size is {size}: it needs the native kernels, which do not run {refusal}")
     spec = report.spec
-    if spec.per_layer_inputs is not None or any(layer.attention.kv_source is not None for layer in spec.layers):
+    if spec.per_layer_inputs is not None or any(layer.attention.reads_other_layer for layer in spec.layers):
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but per-layer inputs and layers that read the keys and values of another layer "
-            f"({spec.model_type}) run on one stage"
+            f"pipeline_parallel_size is {size}, but per-layer inputs and layers that read what another layer has cached "
+            f"or chosen ({spec.model_type}) run on one stage"
         )
     if any(layer.shared_block is not None for layer in spec.layers):
         raise ConfigError(

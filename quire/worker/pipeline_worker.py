@@ -54,7 +54,7 @@ from quire.worker.step_executor import StepTokens
 
 
 def main(context: WorkerContext) -> None:
-    """Load the stage, then do what the leader says until it closes the group."""
+    """Load the stage, then execute the leader's messages until it closes the group."""
     config = StageConfig.from_json(context.config)
     place, index, is_remote = config.places[context.rank], context.rank - config.first_rank, context.exchange is not None
     if place.num_tensor_ranks > 1 and not is_remote:
@@ -203,6 +203,7 @@ class StageExecutor:
             tokens.short_ropes,
             None if tokens.states is None else self._place_states(tokens),
             tokens.adapters,
+            bounds=tokens.bounds,
         )
         if not self._stage.is_first:
             self._barrier.wait_for_counter(self._memory.counter(self._stage.index - 1), number + 1)

@@ -53,7 +53,7 @@ class PipelinedStepDriver(StepDriver):
         super().__init__(executor, speculator, draft_executors, page_mover, adapters, None, rebalance, row_processor)
         self.num_stages = executor.max_in_flight
         self._pipeline, self._mark_step = executor, mark_step
-        self._in_flight: dict[int, StepDrafts | None] = {}  # by step id
+        self.in_flight: dict[int, StepDrafts | None] = {}  # by step id
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
@@ -61,23 +61,23 @@ class PipelinedStepDriver(StepDriver):
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; see contracts.step.PipelinedRunner."""
-        if len(self._in_flight) == self.num_stages:
+        if len(self.in_flight) == self.num_stages:
             raise InvariantError(f"step {plan.step_id} is launched while {self.num_stages} steps are not collected")
         with nullcontext() if self._mark_step is None else self._mark_step(plan), self._executor.step_scope():
             running = self._start(plan)
-        self._in_flight[plan.step_id] = self._speculator.suspend() if running.is_followed else None
+        self.in_flight[plan.step_id] = self._speculator.suspend() if running.is_followed else None
         return running
 
     def collect(self, running: RunningStep | EmptyStep) -> StepResult:
         """Finish a step; see contracts.step.LaunchedStep."""
-        drafts = self._in_flight.pop(running.plan.step_id)
+        drafts = self.in_flight.pop(running.plan.step_id)
         if drafts is not None:
             self._speculator.resume(drafts)
         result = super().collect(running)
         if not isinstance(self._page_mover, AsyncPageMover):
             return result
         # A plan without tokens is made where there is nothing else to do than to wait for pages.
-        waits = isinstance(running, EmptyStep) and not self._in_flight
+        waits = isinstance(running, EmptyStep) and not self.in_flight
         with self._executor.step_scope():
             return replace(result, moved_steps=self._page_mover.take_moved(waits))
 

@@ -1,4 +1,4 @@
-"""Rows whose processors and log probabilities are the executor's: what the driver tells it of them, and takes from it."""
+"""Rows whose logits processors and log probabilities the executor computes: their options, and their results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.worker.input_batch import Row, StepInput
 from quire.worker.step_executor import RowProcessor
 
 _FORCED_WORTH = 4
-"""Planning a step behind another, not beside it, is taken to cost a quarter of a decode step for each row; a forced token that
-is drafted saves one row of a step."""
+"""Planning a step after another one, not during it, is assumed to cost a quarter of a decode step for each row; a forced token
+that is drafted saves one row of a step."""
 
 
 def is_executors(row: Row) -> bool:
@@ -85,9 +85,9 @@ def masks_of(ready: Sequence[Row]) -> dict[int, Tensor]:
 
 
 def prefers_drafts(step: StepInput) -> bool:
-    """Return whether the tokens that constraints force, drafted behind a step, may save more than planning behind it costs.
+    """Return whether the tokens that constraints force, drafted after a step, may save more than planning after it costs.
 
-    They may where most rows have constraints, since what is forced behind the next token is not known before that.
+    They may where most rows have constraints, since tokens that are forced after the next one are not known before it.
     """
     constrained = [row.sampling for row in step.ready if row.sampling.matcher is not None]
     num_forced = sum(max(0, len(sampling.forced_tokens()) - 1) for sampling in constrained)

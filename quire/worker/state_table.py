@@ -61,8 +61,8 @@ class StateTable:
         return StateRows(sources, saves)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the rows to be copied before the step, (source, target): where programs of a step run beside each other, one
-        may not read a checkpoint that another writes."""
+        """Return the rows to be copied before the step, (source, target): programs of a step run concurrently; none may read
+        a checkpoint that another writes."""
         copies, self._copies = self._copies, []
         return copies
 

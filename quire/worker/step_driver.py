@@ -48,7 +48,7 @@ _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
 
 class EngineRunner(Runner, Protocol):
-    """A runner as the engine uses it: besides running steps it says how it drafts, and measures its device."""
+    """A runner as the engine uses it: in addition to steps, its speculator, its masks, and measurements of its device."""
 
     @property
     def speculator(self) -> Speculator:
@@ -146,7 +146,7 @@ class RunningStep:
     host_sampled  sequences of step.ready, by index, whose tokens the driver samples
     prompts       what is asked for about prompts; None: nothing
     reads         what the proposer reads of the step
-    is_followed   whether the speculator is told about the end of the step
+    is_followed   whether the speculator is notified of the end of the step
     places        where the rows have placeholders for the step's tokens; None: they have none
     may_continue  whether the next step may start before this one is finished, as far as is known when it starts: it needs only
                   the tokens, and these are sampled and kept by the executor
@@ -298,7 +298,7 @@ class StepDriver:
         self._executor.keep_inputs(speculator.aux_hidden_state_layers)
 
     def _choose_row_processor(self) -> None:
-        """Have the executor process rows, unless these may have drafts, behind which tokens depend on what is accepted."""
+        """Have the executor process rows, unless they may have drafts: tokens after these depend on what is accepted."""
         self._batch.row_processor = self._row_processor if self._speculator.proposer is None else None
 
     def use_pooling_head(self, head: PoolingHead | None) -> None:
@@ -432,6 +432,8 @@ class StepDriver:
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         if self._block_scorer is not None and plan.scored_blocks:
             result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
+        if self._block_scorer is not None and step.tokens.bounds is not None:
+            result = replace(result, run_counts=self._block_scorer.run_counts())
         if batch.row_processor is not None:
             result = with_device_logprobs(result, batch.row_processor, started, step.ready, running.host_sampled)
             recount(batch.row_processor, step.ready, running.host_sampled, pending)

@@ -23,7 +23,7 @@ from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.step import TokenLogprobs
 from quire.kv.tiers.host_slab import HostSlab
-from quire.model.token_runs import TreePlaces
+from quire.model.token_runs import BoundsRequest, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
@@ -65,6 +65,7 @@ class StepTokens(NamedTuple):
     adapters     S keys of LoRA adapters, "": the base model; None: there are no adapters
     num_dropped  S numbers of tokens that the cache has no longer: the place of a token in it is its position minus this. None:
                  all are 0
+    bounds       None: no sequence skips runs
     """
 
     token_ids: list[int]
@@ -78,6 +79,7 @@ class StepTokens(NamedTuple):
     states: StateChange | None = None
     adapters: list[str] | None = None
     num_dropped: list[int] | None = None
+    bounds: BoundsRequest | None = None
 
 
 class Moves(NamedTuple):
@@ -140,7 +142,7 @@ def needs_host_sampling(row: SamplingRow, has_sampler: bool, row_processor: RowP
 
 class RowProcessor(Protocol):
     """An executor whose sampler applies logits processors, and finds log probabilities, so that no logits go to the host. It
-    counts what it samples by itself; of what the driver samples it is told by set_processors."""
+    counts the tokens that it samples; set_processors reports those that the driver samples."""
 
     def takes_row(self, row: SamplingRow) -> bool:
         """Return whether it can sample the tokens of a row."""
@@ -206,6 +208,11 @@ class BlockScorer(Protocol):
 
     def score_key_norms(self, block_ids: Sequence[int]) -> tuple[float, ...]:
         """Return for each block minus the mean norm of its keys, over tokens, heads and layers."""
+        ...
+
+    def run_counts(self) -> tuple[int, int]:
+        """Return how many runs might have been skipped so far by bounds, and how many were; with several ranks, of the heads
+        of this one."""
         ...
 
 

@@ -14,8 +14,8 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
 from quire.kv.tiers.host_slab import MAX_SAVED_BYTES_ON_GPU
+from quire.worker.host_part import ranks_on_host
 from quire.worker.memory import skipped_layers, uses_native_kernels
-from quire.worker.parallel_launch import launched_group
 
 _MAX_SAVED_BYTES = 64 << 20
 """The most that one step of a CPU copies to the host tier."""
@@ -39,10 +39,10 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(f"{name} is {value!r}, but the model attends in both directions, which caches nothing: leave it out")
     if report.spec.implementation == "transformers":
         raise ConfigError(f"{name} is {value!r}, but model_impl 'transformers' has no KV tiers: leave one of them out")
-    if report.device != "cpu" and config.parallel.world_size > 1 and launched_group(config) is not None:
+    if report.device != "cpu" and len(ranks_on_host(config)) < config.parallel.world_size:
         raise ConfigError(
-            f"{name} is {value!r}, but ranks on GPUs that a launcher has started share no pages: leave it out, or start one "
-            "process, which starts the others"
+            f"{name} is {value!r}, but ranks on GPUs of several hosts share no pages: leave it out, or start all ranks on one "
+            "host, by one process or torchrun"
         )
     if config.has_kv_transfer:
         _check_transfer(config, report)
@@ -54,8 +54,8 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_states(config: EngineConfig, report: ModelReport, what: str) -> None:
-    if launched_group(config) is not None or config.distributed_executor_backend == "ray":
-        raise ConfigError(f"{what}, whose ranks share pages only where one process has started the others: leave it out")
+    if len(ranks_on_host(config)) < config.parallel.world_size or config.distributed_executor_backend == "ray":
+        raise ConfigError(f"{what}, whose ranks share pages only on one host, started by one process or torchrun: leave it out")
     num_bytes = page_bytes(report.memory) * (num_state_pages(report.memory) + 1)
     if config.host_tier_bytes < num_bytes:
         raise ConfigError(
@@ -119,6 +119,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "max_model_len": str(report.memory.max_model_len),
         "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes, kv.is_joined)),
         "page": _page_name(config, report),
+        **({"values": repr(kv.value_sizes)} if kv.value_sizes else {}),
         **_states_name(config, report),
         **_routing_name(config),
     }

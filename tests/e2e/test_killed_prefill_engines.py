@@ -20,7 +20,7 @@ from tests.ranks import assert_nothing_new, left_behind
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.engine.test_kv_transfer import check_nothing_is_held, wait_until
 
-NUM_ROUNDS = int(os.environ.get("QUIRE_PREFILL_KILL_ROUNDS", "16"))
+NUM_ROUNDS = int(os.environ.get("QUIRE_PREFILL_KILL_ROUNDS", "12"))
 """Of each transport; a round takes about a second. 500 for a long run."""
 NUM_DECODE_ROUNDS = 2
 ROUND_S = 15.0

@@ -48,9 +48,8 @@ def wait_for_metric(server, name, tier, least):
     server.wait_for(lambda: metric(server, name, tier) >= least, timeout_s=30)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--tensor-parallel-size", "2")], ids=["one-process", "two-ranks"])
-def test_marked_prompts_are_found_after_kill_and_restart(tmp_path, ranks):
-    folder = tmp_path / "tier"
+def test_marked_prompts_are_found_after_kill_and_restart(tmp_path):
+    folder, ranks = tmp_path / "tier", ("--tensor-parallel-size", "2")
     with serving_with_tiers(folder, *ranks) as server:
         first = ask_messages(server, "mark")
         asked = ask_chat(server, "Kept.", prompt_cache_retention="24h")

@@ -82,7 +82,7 @@ def test_adapters_are_loaded_and_unloaded_in_every_replica(tmp_path):
     ours, theirs = LLM("demo", enable_lora=True, **OPTIONS), LLM("demo", enable_lora=True, data_parallel_size=2, **OPTIONS)
     engine = theirs.llm_engine
     assert [engine.add_lora(loras[0]), engine.add_lora(loras[0])] == [True, False]
-    assert {len(answer.loaded) for answer in engine._ask(AdapterCommand("list"))} == {1}
+    assert {len(answer.loaded) for answer in engine.ask(AdapterCommand("list"))} == {1}
     with pytest.raises(RequestError, match="is no folder of this machine"):
         engine.add_lora(LoRARequest("none", 3, str(tmp_path / "none")))
     assert engine.list_loras() == {1}

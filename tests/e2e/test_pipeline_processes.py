@@ -183,7 +183,7 @@ def test_a_stage_that_cannot_load_says_why(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_of_two_stages_tells_of_a_killed_one_and_goes_on_with_new_ones():
+def test_a_server_of_stages_and_ranks_tells_of_a_killed_one_and_goes_on_with_new_ones():
     pytest.importorskip("uvicorn", reason="needs quire[server]")
     from tests.e2e.server_process import ServerProcess
 

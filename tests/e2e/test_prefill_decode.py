@@ -45,18 +45,14 @@ def metric(server, name, **labels):
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
-@pytest.mark.parametrize(
-    ("of_prefill", "of_decode"),
-    [((), ()), (("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "3"))],
-    ids=["one-process", "two-ranks-and-three-stages"],
-)
-def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(tmp_path, of_prefill, of_decode):
+def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(tmp_path):
+    """Between engines of several processes, of another number each."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     constrained = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     cases = (("One.", {}), ("Two.", {"n": 2}), ("Three.", constrained))
     with serving("--num-threads", "1") as server:
         expected = [ask(server, name, **more)[0] for name, more in cases]
-    with serving_apart(tmp_path, of_prefill, of_decode) as (prefill, decode):
+    with serving_apart(tmp_path, ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "3")) as (prefill, decode):
         found = [ask(decode, name, **more) for name, more in cases]
         assert [answer for answer, _ in found] == expected
         assert min(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in found) >= 200

@@ -16,7 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
-from tests.ranks import assert_nothing_new, command_lines_of_children, left_behind
+from tests.ranks import assert_nothing_new, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -144,23 +144,3 @@ def test_a_worker_that_cannot_load_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_build.RankConfig, "to_json", lambda config: break_json(to_json(config)))
     with pytest.raises((ConfigError, WorkerError), match="rank 1 failed in loading weights"):
         LLM("demo", tensor_parallel_size=2, **OPTIONS)
-
-
-@pytest.mark.slow
-def test_a_server_of_two_ranks_tells_of_a_killed_worker_and_goes_on_with_new_ones():
-    pytest.importorskip("uvicorn", reason="needs quire[server]")
-    from tests.e2e.server_process import ServerProcess
-
-    server = ServerProcess("-tp", "2").wait_ready()
-    try:
-        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
-        expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
-        workers = [pid for pid, line in command_lines_of_children(server.engine_pid()).items() if "parallel_worker" in line]
-        assert len(workers) == 1
-        os.kill(workers[0], signal.SIGKILL)
-        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=LIMIT_S)
-        server.wait_ready()
-        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
-        assert f"rank 1 (pid {workers[0]}" in server.get("/health").json()["last_error"]
-    finally:
-        server.kill()

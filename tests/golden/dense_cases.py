@@ -56,6 +56,7 @@ _KIMI = {
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 
+SHARED_CHOICE: Options = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "shared", "full"]}
 _GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11, "logits_scaling": 7.0}
 _LATENT = {name: _KIMI[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
 _LATENT["num_key_value_heads"] = 4
@@ -102,6 +103,8 @@ CASES: dict[str, tuple[str, Options]] = {
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, **_partial(0.5)}),
     "gptj": ("gptj", _GPTJ),
     "opt": ("opt", _OPT),
+    "biogpt": ("biogpt", {"tie_word_embeddings": False}),
+    "openai-gpt": ("openai-gpt", {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128}),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **_partial(0.5)}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, **_partial(0.5)}),
@@ -121,6 +124,7 @@ CASES: dict[str, tuple[str, Options]] = {
     "falcon": ("falcon", {"ffn_hidden_size": 72}),
     "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-one-norm": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "falcon-rw": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
     "falcon-sequential": ("falcon", {"parallel_attn": False, "multi_query": False, "bias": True}),
     "gpt-bigcode": ("gpt_bigcode", _GPT),
     "gpt-bigcode-heads": ("gpt_bigcode", {**_GPT, "multi_query": False, "n_inner": 72}),
@@ -164,18 +168,24 @@ MIXTURES: dict[str, tuple[str, Options]] = {
         | {"num_attention_heads_per_layer": [4, 6, 2], "shared_expert_intermediate_size": 24}
         | {"moe_routed_scaling_factor": 2.0, "rope_parameters": _LAGUNA_ROPES},
     ),
+    "dbrx": (
+        "dbrx",
+        {"d_model": 48, "n_layers": 2, "n_heads": 4, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 10000.0}}
+        | {"max_seq_len": 128, "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2}},
+    ),
     "sarvam-moe": ("sarvam_moe", {**_EXPERTS, "first_k_dense_replace": 1}),
     "sarvam-mla": ("sarvam_mla", {**_KIMI, "q_lora_rank": None, "num_hidden_layers": 2}),
 }
 """Mixtures of families that are put together from what others have."""
 
-ALIBI_CASES = ("bloom", "mpt")
+TORCH_CASES = ("bloom", "mpt", "falcon-rw", "openai-gpt")
 """Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
-    *ALIBI_CASES,
+    *TORCH_CASES,
+    "biogpt",
     *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
     *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
-    *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla"),
+    *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla", "dbrx"),
 )
 """Cases whose layers have nothing that layers of other cases do not have."""
 

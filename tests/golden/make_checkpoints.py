@@ -262,7 +262,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "deepseek-v32": ("deepseek_v32", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, "rope_parameters": _MSCALE_YARN}),
-    "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER}),
+    "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, **dense_cases.SHARED_CHOICE}),
     "deepseek-v4": ("deepseek_v4", {**DEEPSEEK_V4, **_INDEXER, "index_topk": 5, "rope_parameters": _LONG_YARN}),
     "mimo-v2-flash": ("mimo_v2_flash", MIMO_V2_FLASH),
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
@@ -363,7 +363,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*dense_cases.ALIBI_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.TORCH_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
@@ -441,10 +441,11 @@ def copy_as_v4(source: Path, folder: Path) -> Path:
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the transformers model of a folder in eval mode, with the plain attention and the plain loop over experts."""
-    options: dict[str, str] = {"attn_implementation": "eager"}
+    """Return the model in eval mode, with the plain attention (not where it adds ALiBi twice: Falcon) and loop over experts."""
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    config = json.loads((folder / "config.json").read_text())
+    model_type = config["model_type"]
+    options: dict[str, str] = {"attn_implementation": "sdpa" if model_type == "falcon" and config.get("alibi") else "eager"}
     if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
         if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe", "minimax_m3_vl"):
             options["experts_implementation"] = "eager"

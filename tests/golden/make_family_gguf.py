@@ -199,6 +199,8 @@ def metadata_of(config, *, with_mla=False):
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct", 1)))
     found["rope.dimension_count"] = ("u32", int(head_dim * partial))
     found |= _own(kind, config)
+    if "indexer_types" in config:
+        found["attention.indexer.types"] = ("bool[]", [name == "full" for name in config["indexer_types"]])
     if kind in ("minimax_m2", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = ("u32", config["intermediate_size"])
     if kind == "llama4_text":

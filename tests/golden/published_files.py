@@ -47,6 +47,8 @@ def publish(folder: Path, text: dict[str, Any]) -> None:
         _publish_deepseek_v4(folder, text)
     if text["model_type"] == "minimax_m3_vl_text":
         _publish_minimax_m3(text)
+    if text["model_type"] == "minimax":
+        _publish_minimax(text)
     if text["model_type"] == "mimo_v2_flash":
         _publish_mimo_v2_flash(text)
 
@@ -106,3 +108,11 @@ def split_convolutions(folder: Path) -> None:
 def _published_name(name: str) -> str:
     name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
     return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def _publish_minimax(config: dict[str, Any]) -> None:
+    """Give a config.json of MiniMax the keys of the files of the model's authors."""
+    config |= {"model_type": "minimax_m1", "architectures": ["MiniMaxM1ForCausalLM"], "postnorm": True, "rotary_dim": 16}
+    config["attn_type_list"] = [int(name == "full_attention") for name in config["layer_types"]]
+    for name in [name for name in config if name.endswith("_factor")]:
+        config[f"layernorm_{name.removesuffix('_factor').replace('_attn', '_attention')}"] = config.pop(name)

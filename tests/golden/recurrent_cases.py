@@ -157,6 +157,14 @@ CASES: dict[str, tuple[str, Options]] = {
             **{"mamba_d_conv": 3, "use_long_context": True, "hidden_act": "silu"},
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            **{"num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 6},
+            **{"num_experts_per_tok": 3, "full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.1},
+            **{"linear_attn_alpha_factor": 1.4, "linear_attn_beta_factor": 0.9, "mlp_beta_factor": 1.3},
+        },
+    ),
     "kimi-linear": ("kimi_linear", _KIMI),
     "kimi-linear-latent": (
         "kimi_linear",

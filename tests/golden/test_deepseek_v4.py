@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.contracts.config import EngineConfig
+from quire.kv.pool import KvPool
 from quire.model.build import load_model, whole_prompt_logits
 from quire.model.config_reader import read_model_spec
+from quire.worker.inspect import inspect_model
 
 pytestmark = pytest.mark.golden
 
@@ -85,6 +88,22 @@ def test_the_layers_of_the_published_models_are_the_default(checkpoint, tmp_path
     spec = read_model_spec(folder)
     assert [layer.attention.compression.rate for layer in spec.layers] == [128, 128, 128, 4]
     assert [layer.mlp.has_token_table for layer in spec.layers] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("case", "value_sizes"),
+    # Of each layer, and of its entries: gates of two halves of 16 and 12 values or of one, and 4 keys of 12 in a block of 16.
+    [("deepseek-v4", (0, 56, 16, 56, 0, 3, 0, 3)), ("minimax-m3", (16, 16, 16, 0, 0, 0))],
+)
+def test_values_that_nothing_reads_take_no_memory(checkpoint, case, value_sizes):
+    folder = str(checkpoint(case))
+    memory = inspect_model(EngineConfig(model=folder, skip_tokenizer_init=True, num_kv_blocks=4, block_size=16)).memory
+    pool = KvPool(memory.kv, 4, num_window_blocks=4)
+    assert tuple(v.shape[-1] for v in pool.v) == value_sizes
+    assert sum(array.nbytes for array in pool.arrays()) == 4 * 16 * memory.kv.bytes_per_token
+    num_layers = len(value_sizes) // 2
+    assert memory.kv.num_layers == num_layers
+    assert f"blocks for 4 of {num_layers} layers" in memory.describe() or case == "minimax-m3"
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,6 @@ def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
     [
         ("zaya", "keeps a recurrent state"),
         ("xglm", "does not send its attention through the attention interface"),
-        ("minimax", "keeps a recurrent state"),
         ("roberta", "is an encoder"),
         ("mistral_large5", "is not known to transformers"),
     ],

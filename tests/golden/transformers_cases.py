@@ -43,16 +43,6 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "jetmoe": {**_LLAMA, **_EXPERTS, "kv_channels": 16},
     "bitnet": _LLAMA,
     "ctrl": {**_GPT, "dff": 96},
-    "dbrx": {
-        "vocab_size": VOCAB_SIZE,
-        "d_model": 64,
-        "n_layers": 3,
-        "n_heads": 4,
-        "max_seq_len": MAX_POSITIONS,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        **_IDS,
-    },
     "longcat_flash": {
         **_MULTI_HEAD,
         **_LATENT,

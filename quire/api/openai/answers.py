@@ -65,13 +65,6 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class CallFunction(msgspec.Struct, omit_defaults=True):
-    """The function of a tool call, or a delta of its arguments."""
-
-    arguments: str
-    name: str | None = None
-
-
 class ToolCall(msgspec.Struct):
     """A tool call of a complete message."""
 

@@ -125,7 +125,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class KvCompressionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Blocks of the KV cache are evicted, which changes the output; see KvCompression."""
+    """Blocks of the KV cache are evicted, which changes the output, or not read; see KvCompression."""
 
     method: CompressionMethod
     budget_tokens: Annotated[Count, Meta(description="Tokens that are kept.")] | None = None
@@ -136,6 +136,7 @@ class KvCompressionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     sink_tokens: Annotated[Count, Meta(description="First tokens that are kept.")] | None = None
     recent_tokens: Annotated[Count, Meta(description="Last tokens that are kept.")] | None = None
     after_tokens: Annotated[Count, Meta(description="Prompt tokens before the first eviction; default: all.")] | None = None
+    gap: Annotated[float, Meta(gt=0, description="Of bounds: how far below the highest score a run is not read.")] | None = None
 
 
 class SamplingFields(Body, kw_only=True):

@@ -98,7 +98,7 @@ def eviction_rule(request: Request, config: SchedulerConfig) -> EvictionRule | N
 def _check_compression(request: Request, config: SchedulerConfig) -> EvictionRule | None:
     """Return the rule of a request. Raises RequestError for a compression that this scheduler cannot do."""
     compression = request.params.kv_compression
-    if compression is None or request.pooling is not None:
+    if compression is None or not compression.evicts or request.pooling is not None:
         return None
     refusals = {
         "a model with sliding windows, whose KV has a pool of its own": config.window_tokens is not None,
@@ -142,7 +142,7 @@ def new_sequence(
 ) -> Sequence:
     """Return a choice of a servable request, which is WAITING, or HELD until choice 0 has computed the prompt."""
     has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
-    switch_len = config.rope_switch_len
+    switch_len, compression = config.rope_switch_len, request.params.kv_compression
     token_ids = [*request.prompt_token_ids, *request.output_token_ids]
     return Sequence(
         sequence_id=sequence_id,
@@ -157,6 +157,7 @@ def new_sequence(
         status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
         short_rope_len=None if switch_len is None or len(token_ids) > switch_len else switch_len,
         eviction=eviction_rule(request, config),
+        exact_len=None if compression is None else compression.exact_len(len(request.prompt_token_ids)),
     )
 
 

@@ -74,21 +74,21 @@ class BlockPool:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
         if num_blocks % num_places != 0:
             raise ConfigError(f"num_blocks must be a multiple of the {num_places} places, got {num_blocks}")
-        self._blocks = [_Block(index) for index in range(num_blocks)]
+        self.blocks = [_Block(index) for index in range(num_blocks)]
         self._blocks_per_place = num_blocks // num_places
-        self._on_reuse = on_reuse
+        self.on_reuse = on_reuse
         self._is_kept = is_kept
         self._ends = [(_Block(-1), _Block(-1)) for _ in range(num_places)]
         for head, tail in self._ends:
             head.next, tail.prev = tail, head
         self._num_free = [0] * num_places
-        for block in self._blocks:
+        for block in self.blocks:
             self._insert(block, self._ends[self.place_of(block.block_id)][1])
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, free or held."""
-        return len(self._blocks)
+        return len(self.blocks)
 
     @property
     def num_free(self) -> int:
@@ -119,7 +119,7 @@ class BlockPool:
 
     def num_refs(self, block_id: BlockId) -> int:
         """Return how many block tables hold the block; 0: it is free."""
-        return self._blocks[block_id].num_refs
+        return self.blocks[block_id].num_refs
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
         """Allocate the blocks that have been free the longest, with one reference each.
@@ -143,14 +143,14 @@ class BlockPool:
             raise InvariantError(f"the free list ends early, but {self._num_free[place]} blocks are counted as free")
         self._unlink(block)
         block.num_refs = 1
-        if self._on_reuse is not None:
-            self._on_reuse(block.block_id)
+        if self.on_reuse is not None:
+            self.on_reuse(block.block_id)
         return block.block_id
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
         """Add a reference to each block; a free one leaves the free list with its content."""
         for block_id in block_ids:
-            block = self._blocks[block_id]
+            block = self.blocks[block_id]
             if block.num_refs == 0:
                 self._unlink(block)
             block.num_refs += 1
@@ -162,7 +162,7 @@ class BlockPool:
         is_first: they are reused before all others, although their content may be found again.
         """
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
+            block = self.blocks[block_id]
             if block.num_refs == 0:
                 raise InvariantError(f"block {block_id} is freed, but has no references")
             block.num_refs -= 1

@@ -40,7 +40,7 @@ class EvictionRule:
     @classmethod
     def of(cls, compression: KvCompression | None, num_prompt_tokens: int, block_size: int) -> EvictionRule | None:
         """Return the rule of a request; None: it keeps all blocks."""
-        if compression is None:
+        if compression is None or not compression.evicts:
             return None
         return cls(
             compression,

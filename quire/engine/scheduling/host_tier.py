@@ -37,7 +37,8 @@ class HostTierStats:
 
     num_saved        pages copied to the host tier
     num_loaded       pages copied from it into blocks
-    num_not_saved    pages worth saving that were dropped, because a step may save only so many or every slot was in use
+    num_not_saved    pages worth saving that left the pool without being saved, because a step may save only so many or every
+                     slot was in use
     num_host_hits    pages that admissions found in the host tier
     num_disk_hits    those that were read from the disk tier for them
     num_peer_hits    those that were pulled from a prefill engine for them
@@ -126,28 +127,29 @@ class HostTier:
         if slot is not None:
             self.unpin([slot])
         if key not in self._slots and self.is_worth_saving(key, is_reused, is_recomputed):
-            self.save(block_id, key)
+            self.save_all([(block_id, key)], is_last=True)
 
     def is_worth_saving(self, key: int, is_reused: bool, is_recomputed: bool) -> bool:
         """Return whether what leaves the pool under a key is saved; asked once each time. See PrefixEntry."""
         if self._kv_save != "reused":
             return self._kv_save != "none"
-        return is_reused or (self._comes_again(key) and not is_recomputed)
+        return is_reused or (self._was_seen(key) and not is_recomputed)
 
-    def save_all(self, pages: Pages) -> bool:
-        """Save those of some pages that are not here, in the next plan; none of them, and return False, if it has no room."""
+    def save_all(self, pages: Pages, is_last: bool = False) -> bool:
+        """Save those of some pages that are not here, in the next plan; none of them, and return False, if it has no room.
+
+        is_last  they leave the pool: what is not saved now is dropped, and counted
+        """
         missing = [(block_id, key) for block_id, key in pages if key not in self._slots]
-        if len(missing) > self._max_saves - len(self._saves):
-            self.stats.num_not_saved += len(missing)
-            return False
-        num_saved = sum(self.save(block_id, key) for block_id, key in missing)
+        has_room = len(missing) <= self._max_saves - len(self._saves)
+        num_saved = sum(self.save(block_id, key) for block_id, key in missing) if has_room else 0
+        self.stats.num_not_saved += (len(missing) - num_saved) * is_last
         return num_saved == len(missing)
 
     def save(self, block_id: BlockId, key: int) -> bool:
         """Save the page of a block in the next plan; return whether there was room."""
         slot = self._take_slot() if len(self._saves) < self._max_saves else None
         if slot is None:
-            self.stats.num_not_saved += 1
             return False
         self._saves[slot] = block_id
         self._enter(key, slot)
@@ -200,7 +202,7 @@ class HostTier:
         uses, self._uses = self._uses, {}
         return uses
 
-    def _comes_again(self, key: int) -> bool:
+    def _was_seen(self, key: int) -> bool:
         if key in self._seen:
             return True
         self._seen[key] = None

@@ -349,7 +349,7 @@ class KvAllocator:
         window_blocks += windows.extend(sequence, self._num_blocks_for(start + num_tokens))
         return BlockGrowth(appended, replaced, tuple(copies), tuple(window_blocks), tuple(window_copies))
 
-    def has_room_behind(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
+    def has_room_after(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
         """Return whether all running sequences can continue after a step in flight, which computes `launched` tokens of
         them."""
         num_free = min(map(self.pool.num_free_at, range(self.layout.num_places)))
@@ -359,7 +359,7 @@ class KvAllocator:
             return True
         for sequence in running:
             num_launched = launched.get(sequence.sequence_id, 0)
-            num_tokens = sequence.num_tokens_behind(num_launched)
+            num_tokens = sequence.num_tokens_after(num_launched)
             if num_tokens > 0:
                 start = sequence.num_slots_computed + num_launched
                 num_appended, locked = self._missing(sequence.block_ids, start, num_tokens)
@@ -448,7 +448,8 @@ class KvAllocator:
         """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and the states that a step has
         saved.
 
-        After an eviction nothing more is added: the KV of later tokens depends on what was evicted.
+        After an eviction nothing more is added: the KV of later tokens depends on what was evicted. Nor are tokens after
+        exact_len.
         """
         if sequence.num_dropped_tokens == 0:
             self._publish(sequence)
@@ -461,7 +462,10 @@ class KvAllocator:
     def _publish(self, sequence: Sequence) -> None:
         if not self._is_caching:
             return
-        num_full = sequence.num_computed_tokens // self.block_size
+        num_exact = sequence.num_computed_tokens
+        if sequence.exact_len is not None:
+            num_exact = min(num_exact, sequence.exact_len)
+        num_full = num_exact // self.block_size
         if num_full <= sequence.num_published_blocks:
             return
         if sequence.last_entry is not None and not sequence.last_entry.is_live:

@@ -54,10 +54,10 @@ def share_of_step(config: SchedulerConfig, running: SequenceQueue, waiting: Sequ
 
 
 def find_preemptible(sequence: Sequence, running: SequenceQueue, in_flight: StepsInFlight) -> Sequence | None:
-    """Return whom a running sequence that needs a block may have preempted: the last one in policy order that no step in flight
-    computes, perhaps itself.
+    """Return the sequence to preempt for a running one that needs a block: the last in policy order that no step in flight
+    computes, perhaps that one itself.
 
-    None where one in flight comes after it: that step is committed first, and then it may be preempted instead.
+    None if a sequence in flight comes after it: its step is committed first, and then that sequence may be preempted instead.
     """
     has_later = False
     for other in reversed(running):

@@ -107,6 +107,8 @@ class Scheduler:
         self._num_hit_tokens = 0
         self._evicted: dict[SequenceId, tuple[int, ...]] = {}  # blocks that the worker's tables still have
         self._num_evicted_blocks = 0
+        self.run_counts = (0, 0)
+        """See StepResult."""
         self.timelines: TimelineRecorder | None = None
         """Records what happens to each sequence, if set; it is told here and by the step loop."""
 
@@ -246,7 +248,7 @@ class Scheduler:
         launched = step.num_scheduled_tokens
         if (
             not launched
-            or not self.kv.has_room_behind(self.running, launched)
+            or not self.kv.has_room_after(self.running, launched)
             or must_make_room(self.waiting, self.running, self.kv, self.config.max_num_seqs)
         ):
             return None
@@ -308,6 +310,7 @@ class Scheduler:
         lost_ids = self.kv.end_page_moves(result)
         if lost_ids or result.moved_steps:
             self._end_loading(lost_ids)
+        self.run_counts = result.run_counts or self.run_counts
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []
@@ -366,7 +369,7 @@ class Scheduler:
                 draft.is_starved = True
                 return
             draft.remove(victim)
-            self._preempt(victim, "kv_blocks")
+            self.preempt(victim, "kv_blocks")
             if victim is sequence:
                 return
         draft.add(sequence, num_tokens, growth)
@@ -384,7 +387,7 @@ class Scheduler:
                 if victim is None or not may_preempt or self.in_flight.last_with(victim.sequence_id) is not None:
                     return
                 draft.remove(victim)
-                self._preempt(victim, "priority")
+                self.preempt(victim, "priority")
                 continue
             self._start_running(sequence)
             if sequence.first_scheduled_s is None:
@@ -415,7 +418,7 @@ class Scheduler:
         for sequence in [sequence for sequence in self.running if sequence.is_loading]:
             moved_ids = self.kv.moved_ids(sequence)
             if not lost_ids.isdisjoint(moved_ids):
-                self._preempt(sequence, "kv_blocks")
+                self.preempt(sequence, "kv_blocks")
             elif tier is None or not tier.is_loading(moved_ids):
                 sequence.is_loading = False
 
@@ -433,7 +436,8 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
 
-    def _preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
+    def preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
+        """Take a running sequence's blocks and let it wait. Raises InvariantError while a step in flight computes it."""
         step = self.in_flight.last_with(sequence.sequence_id)
         if step is not None:
             raise InvariantError(
@@ -447,7 +451,7 @@ class Scheduler:
         """Preempt a sequence that has become longer than the short variant of the rope allows, so that all its tokens are
         recomputed.
 
-        No step in flight computes it: `num_tokens_behind` has returned that nothing is left to compute after the present token.
+        No step in flight computes it: `num_tokens_after` has returned that nothing is left to compute after the present token.
         """
         self._drop_kv(sequence, "rope")
         sequence.short_rope_len = None

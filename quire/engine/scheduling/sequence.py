@@ -51,6 +51,7 @@ class Sequence:
     block_ids            the block table; covers at least the computed tokens; empty unless RUNNING
     home                 the rank that attends to it, with attention data parallelism; set when it is admitted
     eviction             which blocks its KV compression evicts, and when; None: none
+    exact_len            only so many first tokens have the keys and values of plain decoding; None: all
     num_dropped_tokens   tokens of the blocks that were evicted from block_ids, a multiple of the block size
     window_first, window_end  it holds the window blocks of block_ids[window_first:window_end], see WindowBlocks
     is_known             the worker has a row for it
@@ -87,6 +88,7 @@ class Sequence:
     block_ids: list[BlockId] = field(default_factory=list[BlockId])
     home: int = 0
     eviction: EvictionRule | None = None
+    exact_len: int | None = None
     num_dropped_tokens: int = 0
     window_first: int = 0
     window_end: int = 0
@@ -129,7 +131,7 @@ class Sequence:
         """Known tokens whose KV is not computed, at least one; exactly one while it decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    def num_tokens_behind(self, num_launched: int) -> int:
+    def num_tokens_after(self, num_launched: int) -> int:
         """Return how many tokens are left to compute after a step that computes num_launched of them.
 
         If that step samples the next token this is one, unless that token must be the last. It is 0, too, if the step computes
@@ -156,6 +158,8 @@ class Sequence:
         most = self.num_tokens - 1
         if self.next_prompt_logprob < self.num_prompt_tokens:
             most = self.next_prompt_logprob - 1
+        if self.exact_len is not None:
+            most = min(most, self.exact_len)
         return most if self.eviction is None else min(most, self.eviction.max_cached_tokens)
 
     @property

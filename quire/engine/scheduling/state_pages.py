@@ -106,7 +106,7 @@ class StatePages:
 
         hits  the blocks of the pool that it begins with
         """
-        slots = self._slots_behind(hits, contents)
+        slots = self._slots_after(hits, contents)
         return self._start(hits, contents, slots), len(hits) + (len(slots) if self._has_kv else 0)
 
     def _start(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent], slots: list[int | None]) -> PrefixStart:
@@ -121,7 +121,7 @@ class StatePages:
                 return PrefixStart(num_blocks, loaded, state_slots)
         return PrefixStart(0, [], [])
 
-    def _slots_behind(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent]) -> list[int | None]:
+    def _slots_after(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent]) -> list[int | None]:
         """Return the slots of the pages of the blocks after the hits."""
         usable: list[int] = []
         for content in contents[len(hits) :]:
@@ -140,7 +140,7 @@ class StatePages:
 
     def missing(self, hits: Sequence[PrefixEntry], contents: Sequence[BlockContent]) -> MissingPages:
         """Return what a sequence of some cacheable blocks could use of pages that are neither in the pool nor in the tier."""
-        slots = self._slots_behind(hits, contents)
+        slots = self._slots_after(hits, contents)
         start, num_found = self._start(hits, contents, slots), len(hits) + len(slots)
         present = [content.key for content in contents[:num_found]]
         here = {hit.content.key for hit in hits if self._states.slot_of(hit.block_id) is not None}
@@ -169,7 +169,7 @@ class StatePages:
         if not all(key in self._tier for _, key in pages) and self._tier.is_worth_saving(
             pages[0][1], entry.is_reused, entry.is_recomputed
         ):
-            self._tier.save_all(pages)
+            self._tier.save_all(pages, is_last=True)
 
     def note_checkpoint(self, sequence: Choice, position: int, entry: PrefixEntry) -> None:
         """Save a new checkpoint of a sequence where it is to be retained, or everything is to be saved at once."""

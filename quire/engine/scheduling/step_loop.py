@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _AtOnce:
+class _SynchronousStep:
     """A step of a synchronous runner: it is executed when it is collected."""
 
     runner: Runner
@@ -152,7 +152,7 @@ class StepLoop:
         if self._launcher is None:
             if self._runner is None:
                 raise InvariantError(f"step {plan.step_id} is planned, but there is no runner")
-            step.launched = _AtOnce(self._runner, plan)
+            step.launched = _SynchronousStep(self._runner, plan)
             return
         try:
             step.launched = self._launcher.launch(plan)

@@ -199,7 +199,7 @@ def find_remaining(
 
     Late ones are in neither, nor those whose pages are still being loaded.
 
-    launched  tokens that a step in flight computes: what is left is counted behind it
+    launched  tokens that a step in flight computes: what is left is counted after them
     """
     decoding: list[Sequence] = []
     prefilling: list[tuple[Sequence, int]] = []
@@ -208,7 +208,7 @@ def find_remaining(
             continue
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         if launched:
-            num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
+            num_left = sequence.num_tokens_after(launched.get(sequence.sequence_id, 0))
         if num_left == 1:
             decoding.append(sequence)
         elif num_left > 1:
@@ -238,7 +238,7 @@ def give_draft_slots(draft: StepPlanBuilder, kv: KvAllocator, num_running: int, 
         if num_slots <= 0:
             continue
         num_spare = kv.num_missing_blocks(sequence, 1 + num_slots)
-        if num_spare == 0 and kv.windows is None:  # blocks behind that of the next token, which it can write now, are its own
+        if num_spare == 0 and kv.windows is None:  # it owns its blocks, and can write all of them now
             draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
             continue
         if not kv.leaves_blocks(sequence, 1 + num_slots, num_running):

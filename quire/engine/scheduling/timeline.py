@@ -39,7 +39,7 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Life:
+class _SequenceState:
     """The present state of a sequence: it waits (since waits_since_s), it computes its prompt, or it decodes (run)."""
 
     sequence: Sequence
@@ -85,8 +85,8 @@ class TimelineRecorder:
 
     def __init__(self, tier_stats: HostTierStats | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._tier_stats, self._clock = tier_stats, clock
-        self._lives: dict[SequenceId, _Life] = {}
-        self._starting: dict[SequenceId, _Life] = {}  # admitted, without a token since
+        self._lives: dict[SequenceId, _SequenceState] = {}
+        self._starting: dict[SequenceId, _SequenceState] = {}  # admitted, without a token since
         self._events: dict[RequestId, list[TimelineEvent]] = {}
         self._num_dropped: dict[RequestId, int] = {}
         self._held: dict[RequestId, tuple[TimelineKind, float]] = {}
@@ -110,7 +110,7 @@ class TimelineRecorder:
         """Begin the timeline of a sequence, which waits."""
         now = self._clock()
         self._end_hold(sequence.request.request_id, now)
-        self._lives[sequence.sequence_id] = _Life(sequence, now)
+        self._lives[sequence.sequence_id] = _SequenceState(sequence, now)
 
     def admit(self, sequence: Sequence) -> None:
         """Record that a sequence has got its blocks."""
@@ -214,12 +214,12 @@ class TimelineRecorder:
         if held is not None:
             self._events.setdefault(request_id, []).append(TimelineEvent(held[0], 0, held[1], now))
 
-    def _end_wait(self, life: _Life, now: float) -> None:
+    def _end_wait(self, life: _SequenceState, now: float) -> None:
         if life.waits_since_s is not None:
             self._append(life, _wait(life, life.waits_since_s, now))
             life.waits_since_s = None
 
-    def _end_run(self, life: _Life, now: float) -> None:
+    def _end_run(self, life: _SequenceState, now: float) -> None:
         if life.run is not None and self._num_steps > life.run.num_steps:
             self._append(life, self._decode(life.sequence, life.run, now))
         life.run = None
@@ -241,7 +241,7 @@ class TimelineRecorder:
             longest_step_id=longest_id,
         )
 
-    def _append(self, life: _Life, event: TimelineEvent) -> None:
+    def _append(self, life: _SequenceState, event: TimelineEvent) -> None:
         request_id = life.sequence.request.request_id
         events = self._events.setdefault(request_id, [])
         if len(events) < MAX_EVENTS or event.kind == "finish":
@@ -259,6 +259,6 @@ class TimelineRecorder:
             self._num_dropped[request_id] = self._num_dropped.get(request_id, 0) + 1
 
 
-def _wait(life: _Life, since_s: float, now: float) -> TimelineEvent:
+def _wait(life: _SequenceState, since_s: float, now: float) -> TimelineEvent:
     kind: TimelineKind = "queue" if life.reason is None else "preempt"
     return TimelineEvent(kind, life.sequence.choice, since_s, now, reason=life.reason or "")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.recurrent import StateRows
+from quire.kernels.reference.run_skips import RunSkips, cap
 
 _MAX_SCORE_ELEMENTS = 1 << 24
 """Maximum number of scores held at once, over all heads: long chunks are split by queries to bound the memory."""
@@ -44,6 +45,7 @@ class AttentionMetadata:
     states          which rows of recurrent states are read and written; None: all sequences start, and nothing is kept
     window          the same for layers of the window group, with its slots and block tables; None: there is no such group
     adapters        key of a LoRA adapter -> the tokens that use it; None: all use the base model
+    skips           which tokens skip runs in layers without a window; None: none
     """
 
     slots: Tensor
@@ -56,6 +58,7 @@ class AttentionMetadata:
     states: StateRows | None = None
     window: AttentionMetadata | None = None
     adapters: Mapping[str, Tensor] | None = None
+    skips: RunSkips | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +105,15 @@ def attend(
     """
     out = torch.empty_like(q)
     for group in _decode_groups(step, spec.window, k_cache.shape[2]):
-        out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec, sinks)
+        out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec, sinks, step.skips)
     starts = step.query_starts
     for index, context_len in enumerate(step.context_lens):
         if not _is_decode(step, index):
             rows = slice(starts[index], starts[index + 1])
             paths = None if step.trees is None else _paths(step.trees, index, rows)
             place = _ChunkPlace(step.block_tables[index], context_len, paths)
-            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, place, spec, sinks)
+            skips = None if step.skips is None else RunSkips(step.skips.gaps[rows], step.skips.counts)
+            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, place, spec, sinks, skips)
     return out
 
 
@@ -224,7 +228,13 @@ def _make_decode_groups(step: AttentionMetadata, window: int | None, block_size:
 
 
 def _attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    group: DecodeGroup,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    skips: RunSkips | None,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
@@ -233,9 +243,14 @@ def _attend_decode(
         return cache[group.blocks].transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
 
     q = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = _cap((q @ gather(k_cache).transpose(-1, -2)) * spec.scale, spec)
+    keys = gather(k_cache)
+    scores = cap((q @ keys.transpose(-1, -2)) * spec.scale, spec)
     scores = _lose_by_distance(scores, group.distances[:, None, None], spec, (1, num_kv_heads, -1, 1))
     scores = scores.masked_fill(~group.is_seen[:, None, None, :], -torch.inf)
+    if skips is not None and spec.window is None:
+        tokens, ends = (of.repeat_interleave(num_kv_heads)[:, None, None] for of in (group.tokens, group.distances[:, 0] + 1))
+        flat = [of.flatten(0, 1) for of in (scores, q, keys)]
+        scores = skips.hide(flat[0][:, :, None], flat[1][:, :, None], flat[2][:, None], tokens, ends, spec).view_as(scores)
     # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach the sum.
     v = gather(v_cache).masked_fill_(~group.is_seen[:, None, :, None], 0)
     sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
@@ -243,7 +258,13 @@ def _attend_decode(
 
 
 def _attend_chunk(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, place: _ChunkPlace, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    place: _ChunkPlace,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    skips: RunSkips | None,
 ) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
@@ -264,27 +285,31 @@ def _attend_chunk(
         k = k_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
+        scores = cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
         rows = slice(begin, end)
         scores = _lose_by_distance(scores, place.distances(rows, start, stop), spec, (num_kv_heads, -1, 1, 1))
         if spec.is_causal:
             is_hidden = place.is_hidden(rows, start, stop, spec.window)
         else:
             is_hidden = place.is_outside(rows, start, spec.window)
-        weights = _softmax(scores.masked_fill(is_hidden.to(scores.device), -torch.inf), spec, sinks)
+        scores = scores.masked_fill(is_hidden.to(scores.device), -torch.inf)
+        if skips is not None and spec.window is None and place.paths is None:
+            tokens = torch.arange(begin, end)
+            scores = skips.hide(scores, queries, k[:, None], tokens, tokens + first_position + 1 - begin, spec)
+        weights = _softmax(scores, spec, sinks)
         out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
     return out
-
-
-def _cap(scores: Tensor, spec: AttentionSpec) -> Tensor:
-    return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 
 def _lose_by_distance(scores: Tensor, distances: Tensor, spec: AttentionSpec, shape: tuple[int, ...]) -> Tensor:
     """Return scores with what ALiBi takes off; shape: of the slopes of all heads beside scores and distances."""
     if not spec.alibi_slopes:
         return scores
-    return (scores - torch.tensor(spec.alibi_slopes).view(shape) * distances).to(scores.dtype)
+    slopes = torch.tensor(spec.alibi_slopes).view(shape)
+    if spec.alibi_scale is None:
+        return (scores - slopes * distances).to(scores.dtype)
+    positions = distances[..., :1] - distances  # of keys, the first of which has the position 0: there is no window
+    return scores + (slopes.bfloat16() * positions).to(scores.dtype) * spec.alibi_scale
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,30 +26,35 @@ def store_index_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     cache[slots // size, 0, slots % size] = keys
 
 
-def attend_indexed(
-    q: Tensor,
-    index: IndexQueries,
-    caches: tuple[Tensor, Tensor],
-    step: AttentionMetadata,
-    spec: AttentionSpec,
-    indexer: IndexerSpec,
-) -> Tensor:
-    """Attend every query to the rows of its sequence that the indexer selects, from itself and those before it.
+def choose_all(index: IndexQueries, cache: Tensor, step: AttentionMetadata, indexer: IndexerSpec) -> list[Tensor]:
+    """Return for each sequence which of its tokens each query does not attend to, [T, S]; the indexer selects them from the
+    query's own token and those before it.
+
+    cache  keys of the indexer [num_blocks, 1, block_size, D]; this step's are already stored
+    """
+    found: list[Tensor] = []
+    for sequence, length in enumerate(step.context_lens):
+        tokens = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        keys, is_hidden = _gather(cache, step.block_tables[sequence], length), hidden_keys(step, sequence)
+        part = IndexQueries(index.heads[tokens], index.weights[tokens])
+        found.append(is_hidden | ~choose_keys(part, keys, is_hidden, indexer))
+    return found
+
+
+def attend_indexed(q: Tensor, hidden: Sequence[Tensor], cache: Tensor, step: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+    """Attend every query to the rows of its sequence that are not hidden.
 
     q       [T, H, D]
-    caches  rows [num_blocks, 1, block_size, D], each both key and value, and keys of the indexer; this step's are already
-            stored
+    hidden  see choose_all
+    cache   rows [num_blocks, 1, block_size, D], each both key and value; this step's are already stored
     Returns [T, H, D] in q's dtype
     """
     out = torch.empty_like(q)
     for sequence, length in enumerate(step.context_lens):
         tokens = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
-        rows, keys = (_gather(cache, step.block_tables[sequence], length) for cache in caches)
-        is_hidden = hidden_keys(step, sequence)
-        part = IndexQueries(index.heads[tokens], index.weights[tokens])
-        is_hidden |= ~choose_keys(part, keys, is_hidden, indexer)
+        rows = _gather(cache, step.block_tables[sequence], length)
         scores = torch.einsum("thd,sd->hts", q[tokens], rows) * spec.scale
-        shares = scores.masked_fill(is_hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+        shares = scores.masked_fill(hidden[sequence], -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
         out[tokens] = torch.einsum("hts,sd->thd", shares, rows)
     return out
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
+from quire.contracts.expert_options import float8_row_bytes
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
@@ -45,7 +46,8 @@ _F32_BYTES = 4
 
 
 class Float8Rows(NamedTuple):
-    """codes [T, K] float8_e4m3fn, contiguous, and their scales [T, G] f32 with any strides, one per group of columns."""
+    """codes [T, K] float8_e4m3fn, whose rows are in one piece, and their scales [T, G] f32 with any strides, one per group of
+    columns."""
 
     codes: Tensor
     scales: Tensor
@@ -96,11 +98,11 @@ def _fits_block_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     has_blocks = weight.group_size == weight.scale_rows == _BLOCK and num_rows % _BLOCK == num_columns % (4 * _BLOCK) == 0
     has_product = x.device.type in ("cuda", "meta") and device_traits().is_hopper
     is_many = x.dtype == torch.bfloat16 and len(x) >= LIBRARY_FROM
-    return has_blocks and is_many and has_product and _multiplies_blocks(x.device)
+    return has_blocks and is_many and has_product and multiplies_blocks(x.device)
 
 
 @cache
-def _multiplies_blocks(device: torch.device) -> bool:
+def multiplies_blocks(device: torch.device) -> bool:
     """Return whether torch's scaled product takes scales of 128 columns of tokens and of blocks of weights."""
     if device.type == "meta":  # so that what is compiled ahead is what the GPU will be asked for
         return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
@@ -139,7 +141,7 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     num_tokens, num_columns = x.shape
     group_size = min(group_size, num_columns)
     num_groups = triton.cdiv(num_columns, group_size)
-    check_contiguous("codes", rows.codes, (num_tokens, num_columns), _FLOAT8)
+    check_tensor("codes", rows.codes, (num_tokens, num_columns), _FLOAT8)
     if rows.scales.shape != (num_tokens, num_groups) or rows.scales.dtype != torch.float32:
         raise InvariantError(
             f"scales must be [{num_tokens}, {num_groups}] f32, got {tuple(rows.scales.shape)} {rows.scales.dtype}"
@@ -149,10 +151,25 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     arguments = {"x_ptr": x, "codes_ptr": rows.codes, "scales_ptr": rows.scales, "x_stride": x.stride(0)}
     arguments |= {"token_stride": rows.scales.stride(0), "group_stride": rows.scales.stride(1)}
     is_pdl = has_dependent_launch(x.device)
-    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width, "IS_PDL": is_pdl}
+    constants = {"NUM_COLUMNS": num_columns, "ROW_CODES": rows.codes.stride(0), "GROUP": group_size}
+    constants |= {"BLOCK_R": height, "BLOCK_C": width, "IS_PDL": is_pdl}
     num_warps = min(16, max(1, width * height // 512))
     grid = (num_tokens, triton.cdiv(num_groups, height))
     return Launch(quantize_rows, grid, arguments, constants, num_warps, 1, is_pdl=is_pdl)
+
+
+def pack_rows_launch(x: Tensor, group_size: int) -> tuple[Launch, Tensor]:
+    """Return the launch of `quantize` into one tensor, which ranks send at once, and that tensor.
+
+    x        [T, K], K a multiple of 16
+    Returns  [T, float8_row_bytes(K, group_size)] u8: the codes of a row, then its scales
+    """
+    num_tokens, num_columns = x.shape
+    group_size = min(group_size, num_columns)
+    end = num_columns + 4 * triton.cdiv(num_columns, group_size)
+    packed = torch.empty(num_tokens, float8_row_bytes(num_columns, group_size), dtype=torch.uint8, device=x.device)
+    rows = Float8Rows(packed[:, :num_columns].view(_FLOAT8), packed[:, num_columns:end].view(torch.float32))
+    return quantize_launch(rows, x, group_size), packed
 
 
 def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:

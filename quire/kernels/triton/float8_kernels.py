@@ -22,6 +22,7 @@ def quantize_rows(
     token_stride: tl.tensor,
     group_stride: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
+    ROW_CODES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -29,7 +30,7 @@ def quantize_rows(
 ) -> None:
     """Write BLOCK_R groups of columns of token program_id(0), each scaled by its maximum magnitude.
 
-    codes   [T, NUM_COLUMNS] float8, contiguous
+    codes   [T, NUM_COLUMNS] float8, rows ROW_CODES apart
     scales  [T, ceil(NUM_COLUMNS / GROUP)] f32 with any strides, the scales of the codes; NaN if a value is not finite
     GROUP   at most BLOCK_C
     """
@@ -48,7 +49,7 @@ def quantize_rows(
     size = tl.where(num_finite == BLOCK_C, size, float("nan"))
     tl.store(scales_ptr + token * token_stride + groups * group_stride, size * (1.0 / _LARGEST), mask=groups < NUM_GROUPS)
     x = x * tl.where(size > _LEAST, _LARGEST / size, 0.0)[:, None]
-    tl.store(codes_ptr + token * NUM_COLUMNS + columns, cast_to(x, codes_ptr.dtype.element_ty), mask=mask)
+    tl.store(codes_ptr + token * ROW_CODES + columns, cast_to(x, codes_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_steps"])

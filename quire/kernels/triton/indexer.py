@@ -6,6 +6,7 @@ positions come first. What a query chooses depends on its own sequence only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,35 +32,41 @@ class IndexInputs(NamedTuple):
     keys: Tensor
 
 
-def attend_chosen(
-    q: Tensor,
-    index: IndexInputs,
-    rows: Tensor,
-    step: DeviceAttentionMetadata,
-    spec: AttentionSpec,
-    indexer: IndexerSpec,
-    is_in_order: bool = False,
-) -> Tensor:
-    """Attend every query to the latent rows that the indexer chooses, itself included, causally.
-
-    q        [T, H, D], rotated
-    rows     [num_blocks, 1, block_size, D], the cache of latent rows; this step's rows and index keys are already stored
-    Returns  [T, H, kv_rank] in q's dtype, zeros for padding
-    """
-    single = rows.view(-1, 1, 1, rows.shape[-1])  # blocks of one token
-    num_keys = max(1, step.max_context_len)
-    sequences = _sequences_of(step, len(q))
+def choose_keys(
+    index: IndexInputs, block_size: int, step: DeviceAttentionMetadata, indexer: IndexerSpec
+) -> list[DeviceAttentionMetadata]:
+    """Return the keys that the indexer chooses for each query, itself included, causally: steps of consecutive queries, each a
+    sequence of one query in blocks of one token. This step's index keys are already stored."""
+    num_tokens, num_keys, device = len(index.heads), max(1, step.max_context_len), index.heads.device
+    sequences = _sequences_of(step, num_tokens)
     count = max(1, _SCORES_AT_ONCE // num_keys)
-    found: list[Tensor] = []
-    for first in range(0, len(q), count):
-        own = slice(first, min(first + count, len(q)))
-        scores = torch.empty(own.stop - first, num_keys, dtype=torch.float32, device=q.device)
+    found: list[DeviceAttentionMetadata] = []
+    for first in range(0, num_tokens, count):
+        own = slice(first, min(first + count, num_tokens))
+        scores = torch.empty(own.stop - first, num_keys, dtype=torch.float32, device=device)
         score_keys_launch(scores, index, sequences, step, indexer, first).run()
         chosen, counts = choose(scores, indexer.top_k)
-        slots = _slots_of(chosen, step.block_tables, sequences[own], rows.shape[2])
-        starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=q.device)
-        places = DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, chosen.shape[1])
-        found.append(attend(q[own], KvCache(single, single), places, spec, None, is_in_order))
+        slots = _slots_of(chosen, step.block_tables, sequences[own], block_size)
+        starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=device)
+        found.append(DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, chosen.shape[1]))
+    return found
+
+
+def attend_chosen(
+    q: Tensor, chosen: Sequence[DeviceAttentionMetadata], rows: Tensor, spec: AttentionSpec, is_in_order: bool = False
+) -> Tensor:
+    """Attend every query to the latent rows of its chosen keys.
+
+    q        [T, H, D], rotated
+    chosen   see choose_keys
+    rows     [num_blocks, 1, block_size, D], the cache of latent rows; this step's are already stored
+    Returns  [T, H, kv_rank] in q's dtype, zeros for padding
+    """
+    single, first, found = rows.view(-1, 1, 1, rows.shape[-1]), 0, list[Tensor]()
+    for places in chosen:
+        own = q[first : first + len(places.slots)]
+        found.append(attend(own, KvCache(single, single), places, spec, None, is_in_order))
+        first += len(own)
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -29,11 +29,12 @@ def add_run(
     IS_PACKED: tl.constexpr,
     BASE: tl.constexpr,
     DTYPE: tl.constexpr,
+    x_scales: tl.tensor = None,
 ) -> tl.tensor:
     """Return acc [N, M] plus the products of a run of columns of quantised weights [N, K] and of x [M, K].
 
-    Codes are exact in DTYPE, that of x; scales are applied to the product. IS_PACKED: x has the first half of the run's
-    columns, which are the low bits, and high_x the other half; otherwise high_x is not read.
+    Codes are exact in DTYPE, that of x; scales, and those of float8 x [M], are applied to the product. IS_PACKED: x has the
+    first half of the run's columns, which are the low bits, and high_x the other half; otherwise high_x is not read.
     """
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
@@ -41,8 +42,9 @@ def add_run(
         low, high = split_operands(codes, BASE, DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
-        part = dot(cast_to(widened(codes), DTYPE), tl.trans(x), zeros)
-    acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
+        part = dot(codes if x_scales is not None else cast_to(widened(codes), DTYPE), tl.trans(x), zeros)
+    scales = tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
+    acc += part * (scales if x_scales is None else scales * x_scales[None, :])
     if offsets_ptr is not None:
         # The sum of x is a product with ones: threads would add it in an order that depends on the number of tokens.
         ones = cast_to(tl.full(codes.shape, 1.0, tl.float32), DTYPE)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts.expert_options import float8_row_bytes, is_float8_step
 from quire.contracts.model_spec import MoeSpec
 from quire.kernels.reference.moe import route
 from quire.kernels.triton.activation import ACTIVATION_KINDS
+from quire.kernels.triton.device_traits import device_traits
+from quire.kernels.triton.float8 import pack_rows_launch
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.moe_kernels import (
     count_pairs,
@@ -24,7 +27,7 @@ from quire.kernels.triton.moe_kernels import (
 )
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
-from quire.kernels.triton.tiles import ExpertTile, expert_tile, swapped_expert_tile
+from quire.kernels.triton.tiles import ExpertTile, expert_tile, large_expert_tile, swapped_expert_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
@@ -131,6 +134,30 @@ def route_pairs(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: Expert
     return routed if extra.change is None else extra.change(routed)
 
 
+def pack_inputs(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
+    """Return rows [T, N] in the form that products take which have no adapters, and no order of sums: u8, see
+    pack_rows_launch, for float8 experts in steps with many tokens; otherwise x itself.
+
+    num_tokens  of the step, on all ranks together; spec: with the experts of all ranks
+    """
+    group_size = _float8_group(x, num_tokens, spec, gate_up, down)
+    if group_size is None:
+        return x
+    launch, packed = pack_rows_launch(x, group_size)
+    launch.run()
+    return packed
+
+
+def _float8_group(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> int | None:
+    """Return how many columns of inputs share a scale; None: they are not quantised. Arguments are those of pack_inputs."""
+    if not is_float8_step(spec, num_tokens) or x.dtype == torch.float32 or not device_traits().has_float8:
+        return None
+    if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
+        return None
+    fits = all(each.codes.dtype == torch.float8_e4m3fn and each.shape[1] % 16 == 0 for each in (gate_up, down))
+    return gate_up.group_size if fits else None
+
+
 def multiply_pairs(
     x: Tensor,
     routes: Routes,
@@ -139,11 +166,17 @@ def multiply_pairs(
     down: ExpertWeights,
     is_in_order: bool = False,
     extra: ExpertExtras | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the weighted outputs of the pairs [P, N]; zeros where the expert is negative. Arguments are those of
-    `mixture_of_experts`; spec: with as many experts as there are weights."""
-    out = torch.empty(len(x), x.shape[1], dtype=x.dtype, device=x.device)
-    parts = torch.zeros(len(routes.experts), x.shape[1], dtype=x.dtype, device=x.device)
+    `mixture_of_experts`; spec: with as many experts as there are weights.
+
+    x      [T, N], or u8: in the form of pack_inputs
+    dtype  of the outputs; None: that of x
+    """
+    dtype, width = x.dtype if dtype is None else dtype, gate_up.shape[-1]
+    out = torch.empty(len(x), width, dtype=dtype, device=x.device)
+    parts = torch.zeros(len(routes.experts), width, dtype=dtype, device=x.device)
     if len(x) == 0:
         return parts
     call = _ExpertCall(out, x, None, spec, gate_up, down, is_in_order, extra or ExpertExtras())
@@ -151,7 +184,7 @@ def multiply_pairs(
     _check_biases(out, spec, call.extra.biases)
     launches, hidden, close = _product_launches(call, routes)
     run_all(launches)
-    close(hidden, parts).run()  # what adapters add to the last product reads `hidden` at once
+    run_all(close(hidden, parts))  # what adapters add to the last product reads `hidden` at once
     return parts
 
 
@@ -204,19 +237,26 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         run_all(routes)
         routes = []
     routed = routed if change is None else change(routed)
+    is_exact = call.is_in_order or call.extra.adapters is not None
+    group_size = None if is_exact else _float8_group(x, len(x), spec, call.gate_up, call.down)
+    if group_size is not None:
+        launch, packed = pack_rows_launch(x, group_size)
+        routes, call = [*routes, launch], call._replace(x=packed)
     launches, hidden, close = _product_launches(call, routed)
 
     def close_and_sum(whole: Tensor) -> list[Launch]:
         new = torch.empty if change is None else torch.zeros  # of pairs that are left out
         parts = new(num_pairs, out.shape[1], dtype=x.dtype, device=x.device)
-        return [close(whole, parts), _sum_launch(parts, out, spec.top_k)]
+        return [*close(whole, parts), _sum_launch(parts, out, spec.top_k)]
 
     return [*routes, *launches], hidden, close_and_sum
 
 
-def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], Tensor, Callable[[Tensor, Tensor], Launch]]:
-    """Return the launches up to the experts' hidden states, these [P, I], and a function that returns the last product of
-    them, into the second argument [P, N]."""
+def _product_launches(
+    call: _ExpertCall, routes: Routes
+) -> tuple[list[Launch], Tensor, Callable[[Tensor, Tensor], list[Launch]]]:
+    """Return the launches up to the experts' hidden states, these [P, I], and a function that returns those of the last product
+    of them, into the second argument [P, N]. Hidden states are quantised if x is."""
     x, spec, biases = call.x, call.spec, call.extra.biases
     added = None if call.extra.adapters is None else call.extra.adapters(routes.experts.clamp(min=0))
     shares: Tensor | None = routes.shares
@@ -224,9 +264,12 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
     is_swapped = (
         call.is_in_order or isinstance(call.gate_up, DeviceQuantizedWeight) or isinstance(call.down, DeviceQuantizedWeight)
     )
-    tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, x.dtype)
-    sort, pairs = sort_launches(routes.experts, spec.num_experts, tile.pairs)
-    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
+    dtype, is_float8 = call.out.dtype, x.dtype == torch.uint8
+    tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, dtype)
+    if is_float8:  # one tile and one way of sorting, although some ranks may have few pairs: others are not compiled ahead
+        tile = large_expert_tile()
+    sort, pairs = sort_launches(routes.experts, spec.num_experts, tile.pairs, is_always=is_float8)
+    hidden = torch.empty(num_pairs, inner, dtype=dtype, device=x.device)
     num_slots = spec.top_k  # pairs that share a row of x
     if spec.weighs_inputs:
         x, shares, num_slots = x.repeat_interleave(num_slots, 0) * routes.shares.to(x.dtype)[:, None], None, 1
@@ -241,10 +284,14 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
     summed = None if added is None else added("gate_up", x, num_slots)
     first = _product(hidden, x, call.gate_up, _Epilogue(gate_up_bias, summed), pairs, tile, constants)
 
-    def close(whole: Tensor, parts: Tensor) -> Launch:
+    def close(whole: Tensor, parts: Tensor) -> list[Launch]:
         own = {"TOP_K": 1, "IS_GATED": False, **gate, "ACTIVATION": -1}
-        summed = None if added is None else added("down", whole, 1)
-        return _product(parts, whole, call.down, _Epilogue(down_bias, summed, shares), pairs, tile, own)
+        summed, launches = None if added is None else added("down", whole, 1), list[Launch]()
+        if is_float8:
+            assert isinstance(call.down, DeviceQuantizedWeight)
+            launch, whole = pack_rows_launch(whole, call.down.group_size)
+            launches.append(launch)
+        return [*launches, _product(parts, whole, call.down, _Epilogue(down_bias, summed, shares), pairs, tile, own)]
 
     return [*sort, first], hidden, close
 
@@ -282,14 +329,17 @@ def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtr
     return Routes(weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous())
 
 
-def sort_launches(experts: Tensor, num_experts: int, tile_pairs: int) -> tuple[list[Launch], SortedPairs]:
-    """Return the launches that sort the pairs by expert; none if there are so few pairs that most experts have at most one.
+def sort_launches(
+    experts: Tensor, num_experts: int, tile_pairs: int, is_always: bool = False
+) -> tuple[list[Launch], SortedPairs]:
+    """Return the launches that sort the pairs by expert; none if there are so few pairs that most experts have at most one,
+    unless is_always.
 
     experts     [P] i32; pairs with a negative one are in no tile that has an expert
     tile_pairs  pairs of a tile
     """
     num_pairs = len(experts)
-    if num_pairs <= num_experts:
+    if num_pairs <= num_experts and not is_always:
         return [], SortedPairs(None, experts, num_pairs)
     num_tiles = min(num_pairs, num_pairs // tile_pairs + num_experts)
 
@@ -330,8 +380,9 @@ def _product(
     constants: dict[str, int | bool | float],
 ) -> Launch:
     num_rows = out.shape[1]
+    is_float8 = x.dtype == torch.uint8
     arguments = {
-        "x_ptr": x,
+        "x_ptr": x.view(torch.float8_e4m3fn) if is_float8 else x,
         **_weight_arguments(weight),
         "bias_ptr": epilogue.bias,
         "added_ptr": epilogue.added,
@@ -343,13 +394,15 @@ def _product(
     }
     tiles = {
         "NUM_ROWS": num_rows,
-        "NUM_COLUMNS": x.shape[1],
+        "NUM_COLUMNS": weight.shape[-1],
         "BLOCK_M": tile.pairs,
         "BLOCK_N": tile.rows,
         **_weight_constants(weight, tile),
     }
     grid = (ceil_divide(num_rows, tile.rows), pairs.num_tiles)
-    kernel = multiply_packed_experts if isinstance(weight, DeviceQuantizedWeight) else multiply_experts
+    kernel = multiply_experts
+    if isinstance(weight, DeviceQuantizedWeight):
+        kernel, arguments["x_scales_ptr"] = multiply_packed_experts, x.view(torch.float32) if is_float8 else None
     return Launch(kernel, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
 
 
@@ -375,20 +428,24 @@ def _check(call: _ExpertCall) -> None:
     spec, x, out = call.spec, call.x, call.out
     if spec.expert.activation not in ACTIVATION_KINDS:
         raise UnsupportedError(f"experts must have one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}")
-    check_tensor("x", x, (None, None), *_FLOATS)
-    num_tokens, width = x.shape
+    num_tokens, width = len(x), call.gate_up.shape[-1]
+    if x.dtype == torch.uint8:
+        assert isinstance(call.gate_up, DeviceQuantizedWeight)
+        check_contiguous("x", x, (None, float8_row_bytes(width, call.gate_up.group_size)), torch.uint8)
+    else:
+        check_tensor("x", x, (None, width), *_FLOATS)
     inner = spec.expert.intermediate_size
     num_outputs, num_inputs = width, inner
     if call.is_gathered:
         num_outputs = out.shape[1]
         num_inputs = call.down.shape[-1]
-    check_contiguous("out", out, (num_tokens, num_outputs), x.dtype)
+    check_contiguous("out", out, (num_tokens, num_outputs), *_FLOATS)
     if call.logits is not None:
         check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
     shapes = (("gate_up", call.gate_up, (_up_rows(spec), width)), ("down", call.down, (num_outputs, num_inputs)))
     for name, weight, shape in shapes:
         if isinstance(weight, Tensor):
-            check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
+            check_contiguous(name, weight, (spec.num_experts, *shape), out.dtype)
             continue
         is_whole = shape[0] % weight.scale_rows == 0 and weight.columns is None
         if weight.shape != (spec.num_experts * shape[0], shape[1]) or not is_whole:

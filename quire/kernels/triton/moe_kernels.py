@@ -266,6 +266,7 @@ def _store_products(
 @triton.jit
 def multiply_packed_experts(
     x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
@@ -294,8 +295,9 @@ def multiply_packed_experts(
     """Like multiply_experts, with quantised weights (see multiply_packed); the rows of all experts are concatenated.
 
     SCALE_ROWS  divides the rows of an expert
+    x_scales    None, or x is float8, as the codes are: the f32 view of rows of pack_rows_launch, of which x is the float8 view
     """
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
     WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
     ROW_BYTES: tl.constexpr = NUM_COLUMNS // 2 if IS_PACKED else NUM_COLUMNS
@@ -324,17 +326,21 @@ def multiply_packed_experts(
             high_x = tl.load(x_ptr + x_places + first + WIDTH, mask=is_x, other=0.0)
         is_code = is_row[:, None] & is_column[None, :]
         group = first // GROUP
+        x_scales = None
+        if x_scales_ptr is not None:
+            scale_places = x_rows.to(tl.int64) * (x_stride // 4) + NUM_COLUMNS // 4 + group
+            x_scales = tl.load(x_scales_ptr + scale_places, mask=pairs >= 0, other=0.0)
         acc = add_run(
             acc, x, high_x, codes_ptr, scales_ptr, offsets_ptr, places + step * WIDTH,
             (first_row + rows) // SCALE_ROWS * NUM_GROUPS + group, (first_row + rows) * NUM_GROUPS + group,
-            is_code, is_row, IS_PACKED, BASE, DTYPE,
+            is_code, is_row, IS_PACKED, BASE, DTYPE, x_scales,
         )  # fmt: skip
         if IS_GATED:
             up_rows = first_row + NUM_ROWS + rows
             up = add_run(
                 up, x, high_x, codes_ptr, scales_ptr, offsets_ptr, places + NUM_ROWS * ROW_BYTES + step * WIDTH,
                 up_rows // SCALE_ROWS * NUM_GROUPS + group, up_rows * NUM_GROUPS + group,
-                is_code, is_row, IS_PACKED, BASE, DTYPE,
+                is_code, is_row, IS_PACKED, BASE, DTYPE, x_scales,
             )  # fmt: skip
     acc, up = _with_biases(tl.trans(acc), tl.trans(up), bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
     _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)

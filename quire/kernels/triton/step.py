@@ -182,6 +182,7 @@ class DeviceAttentionMetadata:
     homes            where sequences have homes on several ranks: all rows of the step, of which all else here has those at home
                      on this rank; None: they have none
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
+    chosen           the keys that the last indexer of this step has chosen, see `choose_keys`
     """
 
     slots: Tensor
@@ -203,6 +204,7 @@ class DeviceAttentionMetadata:
     window: DeviceAttentionMetadata | None = None
     homes: HomeRows | None = None
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
+    chosen: list[DeviceAttentionMetadata] = field(default_factory=list)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
     @classmethod

@@ -146,6 +146,11 @@ def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) ->
         return ExpertTile(16, 64, 64, True, 4, 4)
     if num_pairs <= 32 * num_experts:
         return ExpertTile(32, 64, 64, True, 4, 4)
+    return large_expert_tile()
+
+
+def large_expert_tile() -> ExpertTile:
+    """Return the swapped tile of many pairs per expert."""
     return ExpertTile(32 if _is_mma() else 64, 64, 64, True, 4, 3)
 
 

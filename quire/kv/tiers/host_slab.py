@@ -119,6 +119,8 @@ class HostSlab:
             weakref.finalize(self, os.close, self.file)
         if self.file is None:
             memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # otherwise the first use of a slot takes longer than reading it from disk
+                memory.madvise(mmap.MADV_HUGEPAGE)
         else:
             memory = mmap.mmap(self.file, num_slots * stride, flags=mmap.MAP_SHARED)
         if self.file is not None and is_shared:

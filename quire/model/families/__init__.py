@@ -12,6 +12,7 @@ from quire.model.families import (
     cohere2,
     cohere2_moe,
     cwm,
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     deepseek_v4,
@@ -65,6 +66,7 @@ from quire.model.families import (
     mimo,
     mimo_v2_flash,
     minicpm3,
+    minimax,
     minimax_m2,
     minimax_m3,
     ministral,
@@ -118,6 +120,7 @@ _PAGES = (
     cohere2,
     cohere2_moe,
     cwm,
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -171,6 +174,7 @@ _PAGES = (
     mimo,
     mimo_v2_flash,
     minicpm3,
+    minimax,
     minimax_m2,
     minimax_m3,
     ministral,
@@ -215,12 +219,17 @@ FAMILIES.register(deepseek_v3.KIMI_MODEL_TYPE)(deepseek_v3.PAGE)
 FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
 FAMILIES.register(gemma4.UNIFIED_MODEL_TYPE)(gemma4.UNIFIED_PAGE)
 FAMILIES.register(lfm2.MOE_MODEL_TYPE)(lfm2.MOE_PAGE)
+FAMILIES.register(minimax.TEXT_01_MODEL_TYPE)(minimax.PAGE)
+FAMILIES.register(minimax.M1_MODEL_TYPE)(minimax.PAGE)
 FAMILIES.register(mamba.FALCON_MODEL_TYPE)(mamba.FALCON_PAGE)
 FAMILIES.register(mamba.MAMBA2_MODEL_TYPE)(mamba.MAMBA2_PAGE)
 FAMILIES.register(qwen3_next.DENSE_MODEL_TYPE)(qwen3_next.DENSE_PAGE)
 FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)
 FAMILIES.register(granite_swa.MOE_MODEL_TYPE)(granite_swa.MOE_PAGE)
 FAMILIES.register(sarvam.LATENT_MODEL_TYPE)(sarvam.LATENT_PAGE)
+FAMILIES.register("gpt-sw3")(gpt2.PAGE)
+FAMILIES.register(gpt2.FIRST_MODEL_TYPE)(gpt2.FIRST_PAGE)
+FAMILIES.register(opt.BIOGPT_MODEL_TYPE)(opt.BIOGPT_PAGE)
 FAMILIES.register(granitemoe.SHARED_MODEL_TYPE)(granitemoe.SHARED_PAGE)
 
 __all__ = ["FAMILIES", "WRAPPERS", "FamilyPage", "find_family"]

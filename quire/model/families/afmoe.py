@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.families.blocks import assemble, read_attention, read_is_sliding, read_mlp, read_rms_norm, window_of
 from quire.model.families.config_view import ConfigView
@@ -26,8 +25,7 @@ _MIXTURE = MixtureNames(router="router.gate.weight", correction=("expert_bias",)
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of an AFMoE model."""
-    if config.boolean("attention_bias"):
-        raise UnsupportedError(f"attention_bias true is not supported in a {config.model_type!r} model; supported: false")
+    config.refuse_other("attention_bias", False)
     norm, dense, moe = read_rms_norm(config, late_cast=True), read_mlp(config), _read_moe(config)
     period, first = config.integer("global_attn_every_n_layers"), config.integer("num_dense_layers", minimum=0)
     is_sliding = read_is_sliding(config, lambda index: (index + 1) % period != 0)

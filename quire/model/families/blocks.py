@@ -38,10 +38,17 @@ def read_head_dim(config: ConfigView) -> int:
     head_dim = config.nullable_integer("head_dim")
     if head_dim is not None:
         return head_dim
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return read_sizes(config)[2]
+
+
+def read_sizes(
+    config: ConfigView, hidden: tuple[str, ...] = ("hidden_size",), heads: tuple[str, ...] = ("num_attention_heads",)
+) -> tuple[int, int, int]:
+    """Return the hidden size, how many heads it is divided among, and the size of one; by names of the first two."""
+    hidden_size, num_heads = config.integer(*hidden), config.integer(*heads)
     if hidden_size % num_heads:
-        raise config.error("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
-    return hidden_size // num_heads
+        raise config.error(hidden[0], hidden_size, f"a multiple of {heads[0]} ({num_heads})")
+    return hidden_size, num_heads, hidden_size // num_heads
 
 
 def read_attention(config: ConfigView, rope: RopeSpec | None = None, has_bias: bool = False) -> AttentionSpec:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from quire.model.families import gpt_neox
-from quire.model.families.blocks import alibi_slopes, assemble, read_layer_norm
+from quire.model.families.blocks import alibi_slopes, assemble, read_layer_norm, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Sources
@@ -24,13 +23,9 @@ _LAYER = {**gpt_neox.LAYER, "o": "self_attention.dense"}
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a BLOOM model."""
-    if config.boolean("apply_residual_connection_post_layernorm"):
-        raise UnsupportedError("apply_residual_connection_post_layernorm true is not supported; supported: false")
-    hidden_size = config.integer("hidden_size", "n_embed")
-    num_heads, norm = config.integer("n_head", "num_attention_heads"), read_layer_norm(config, "layer_norm_epsilon")
-    if hidden_size % num_heads:
-        raise config.error("hidden_size", hidden_size, f"a multiple of n_head ({num_heads})")
-    head_dim, slopes = hidden_size // num_heads, alibi_slopes(num_heads)
+    config.refuse_other("apply_residual_connection_post_layernorm", False)
+    hidden_size, num_heads, head_dim = read_sizes(config, ("hidden_size", "n_embed"), ("n_head", "num_attention_heads"))
+    norm, slopes = read_layer_norm(config, "layer_norm_epsilon"), alibi_slopes(num_heads)
     attention = AttentionSpec(
         num_heads, num_heads, head_dim, head_dim**-0.5, has_qkv_bias=True, has_o_bias=True, alibi_slopes=slopes
     )

@@ -35,7 +35,7 @@ class ConfigView:
     Methods that take several keys read the first that is present; they are names of the same value.
     """
 
-    def __init__(self, model_type: str, values: Mapping[str, object], file: Path) -> None:
+    def __init__(self, model_type: str, values: Mapping[str, object], file: Path | str) -> None:
         self.model_type = model_type
         self._values = values
         self._defaults = class_defaults(model_type)
@@ -57,6 +57,10 @@ class ConfigView:
         self._seen.update(names)
         return view
 
+    def nested(self, key: str) -> ConfigView:
+        """Return a view of a JSON object under a key, empty where it is null or absent; errors name both keys."""
+        return ConfigView(self.model_type, self.table(key), f"{self._file}: {key}")
+
     def has(self, key: str) -> bool:
         """Return whether the key is in the file with a value other than null."""
         return self._values.get(key) is not None
@@ -68,6 +72,14 @@ class ConfigView:
     def error(self, key: str, got: object, allowed: str) -> ModelFormatError:
         """Return the error for a value that is not allowed."""
         return ModelFormatError(f"{self._file}: {key} must be {allowed}, got {got!r}")
+
+    def refuse_other(self, key: str, supported: object) -> None:
+        """Raise UnsupportedError for a value other than null and the one that is supported."""
+        if self.raw(key) not in (None, supported):
+            raise UnsupportedError(
+                f"{self._file}: {key} {self.raw(key)!r} is not supported in a {self.model_type!r} model; "
+                f"supported: {supported!r}"
+            )
 
     def raw(self, *keys: str) -> object:
         """Return an unchecked value, None if it is null, or absent without a default."""

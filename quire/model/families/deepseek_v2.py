@@ -21,10 +21,8 @@ def _read_moe(config: ConfigView) -> MoeSpec:
     method = config.string("topk_method")
     if method not in _METHODS:
         raise UnsupportedError(f"topk_method {method!r} is not supported; supported: {', '.join(_METHODS)}")
-    if config.boolean("norm_topk_prob") or config.raw("scoring_func") not in (None, "softmax"):
-        raise UnsupportedError(
-            "norm_topk_prob true, or a scoring_func that is not 'softmax', is not supported in a 'deepseek_v2' model"
-        )
+    config.refuse_other("norm_topk_prob", False)
+    config.refuse_other("scoring_func", "softmax")
     moe = read_moe(config, "moe_intermediate_size")
     return replace(
         moe,

@@ -71,8 +71,7 @@ _MIXTURE = MixtureNames(block="ffn", correction=("gate.bias",), expert=("w1", "w
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a DeepSeek-V4 model."""
     for key, value in _ONLY.items():
-        if config.raw(key) not in (None, value):
-            raise UnsupportedError(f"{key} {config.raw(key)!r} is not supported in a 'deepseek_v4' model; supported: {value!r}")
+        config.refuse_other(key, value)
     norm = read_rms_norm(config, late_cast=True)
     plain_norm = replace(norm, has_weight=False, late_cast=False)
     hyper = HyperSpec(config.integer("hc_mult"), config.integer("hc_sinkhorn_iters"), config.number("hc_eps"), norm=plain_norm)

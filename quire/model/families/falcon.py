@@ -1,11 +1,12 @@
-"""Falcon 7B, 40B and 11B (TII, 2023): parallel blocks, few heads of keys and values, q, k, v of each group together."""
+"""Falcon 7B, 40B and 11B (TII, 2023): parallel blocks, few heads of keys and values, q, k, v of each group together; ALiBi in
+Falcon-RW."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from quire.model.families.blocks import read_activation, read_head_dim, read_layer_norm, repeat_layer
+from quire.model.families.blocks import alibi_slopes, read_activation, read_head_dim, read_layer_norm, repeat_layer
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
@@ -36,7 +37,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
         read_head_dim(config),
         config.nullable_integer("ffn_hidden_size"),
     )
-    num_kv_heads = config.nullable_integer("num_kv_heads") or num_heads
+    num_kv_heads, has_alibi = config.nullable_integer("num_kv_heads") or num_heads, config.boolean("alibi")
     if not is_new and config.boolean("multi_query"):
         num_kv_heads = 1
     if num_heads % num_kv_heads:
@@ -46,9 +47,11 @@ def read_spec(config: ConfigView) -> ModelSpec:
         num_kv_heads,
         head_dim,
         head_dim**-0.5,
-        read_rope(config, head_dim),
+        None if has_alibi else read_rope(config, head_dim),
         has_qkv_bias=has_bias,
         has_o_bias=has_bias,
+        alibi_slopes=alibi_slopes(num_heads) if has_alibi else (),
+        alibi_scale=head_dim**-0.5 if has_alibi else None,
         is_softmax_f32=False,
     )
     inner = 4 * config.integer("hidden_size") if inner is None else inner

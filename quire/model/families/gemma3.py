@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.families.blocks import assemble, read_attention, read_head_dim, read_is_sliding, read_mlp, read_rms_norm
 from quire.model.families.config_view import ConfigView
@@ -20,8 +19,7 @@ MODEL_TYPE = "gemma3_text"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Gemma 3 text model."""
-    if config.raw("attn_logit_softcapping") is not None:
-        raise UnsupportedError("attn_logit_softcapping is not supported in a 'gemma3_text' model; set it to null")
+    config.refuse_other("attn_logit_softcapping", None)
     norm = read_rms_norm(config, offset=1, late_cast=True)
     mlp = read_mlp(config, "hidden_activation")
     window, pattern = (

@@ -66,11 +66,7 @@ _WITHOUT_KIND = {
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Gemma 4 text model."""
-    if config.raw("use_bidirectional_attention") not in (None, "vision"):  # "vision": tokens of images only
-        raise UnsupportedError(
-            f"use_bidirectional_attention {config.raw('use_bidirectional_attention')!r} is not supported in a "
-            f"{config.model_type!r} model; supported: null, 'vision'"
-        )
+    config.refuse_other("use_bidirectional_attention", "vision")  # which means tokens of images only
     norm, mlp = read_rms_norm(config, late_cast=True), read_mlp(config, "hidden_activation")
     inputs = read_per_layer_inputs(config, norm)
     gate = None if inputs is None else PerLayerGate(inputs.size, mlp.activation, norm)

@@ -1,17 +1,20 @@
-"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases everywhere, an ungated MLP, a tied head."""
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases everywhere, an ungated MLP, a tied head; and the first GPT
+(2018), whose norms stand after the sums."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from quire.model.families.blocks import assemble, read_activation
+from quire.model.families.blocks import assemble, read_activation, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Source, Sources, rename
 
 MODEL_TYPE = "gpt2"
+FIRST_MODEL_TYPE = "openai-gpt"
 TOP = {"embed": "wte", "pos": "wpe", "final_norm": "ln_f", "lm_head": "lm_head"}
 _LAYER = {"attn_in": "ln_1", "mlp_in": "ln_2"}
 IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -21,10 +24,7 @@ _LINEARS = {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a GPT-2 model."""
-    hidden_size, num_heads = config.integer("n_embd", "hidden_size"), config.integer("n_head", "num_attention_heads")
-    if hidden_size % num_heads:
-        raise config.error("n_embd", hidden_size, f"a multiple of n_head ({num_heads})")
-    head_dim = hidden_size // num_heads
+    hidden_size, num_heads, head_dim = read_sizes(config, ("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     norm = NormSpec("layer", config.number("layer_norm_epsilon"), has_bias=True)
     inner = config.nullable_integer("n_inner")
     mlp = MlpSpec(
@@ -60,6 +60,29 @@ def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     return sources
 
 
+def read_first_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of the first GPT: the norm at the end of a layer is that of the next one's input, and its gelu that of
+    tanh."""
+    spec = read_spec(config.renamed({"afn": "activation_function"}))
+    layer = spec.layers[0]
+    if isinstance(layer.mlp, MlpSpec) and layer.mlp.activation == "gelu":
+        layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
+    layer = replace(layer, kept=(1.0, 1.0))
+    return replace(spec, layers=(replace(layer, attn_in=None), *[layer] * (len(spec.layers) - 1)))
+
+
+def find_first_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
+    """Return where each parameter of the first GPT is stored."""
+    sources = find_sources(spec, stored)
+    sources |= rename(spec, {"mlp_in": "ln_1"}, {"embed": "tokens_embed", "pos": "positions_embed"}, layers="h")
+    names = [*(f"layers.{index}.attn_in" for index in range(1, len(spec.layers))), "final_norm"]
+    kinds = ("weight", "bias")
+    return sources | {f"{n}.{kind}": Source.of(f"h.{i}.ln_2.{kind}") for i, n in enumerate(names) for kind in kinds}
+
+
+FIRST_PAGE = FamilyPage(
+    ("OpenAIGPTLMHeadModel",), read_first_spec, find_first_sources, prefixes=("transformer.",), ignored=IGNORED
+)
 PAGE = FamilyPage(
     ("GPT2LMHeadModel",),
     read_spec,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from quire.model.families.blocks import assemble, read_activation, read_layer_norm
+from quire.model.families.blocks import assemble, read_activation, read_layer_norm, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Sources, pair_halves, rename
@@ -29,10 +29,7 @@ _THETA = 10000.0
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a GPT-J model."""
-    hidden_size, num_heads = config.integer("n_embd", "hidden_size"), config.integer("n_head", "num_attention_heads")
-    if hidden_size % num_heads:
-        raise config.error("n_embd", hidden_size, f"a multiple of n_head ({num_heads})")
-    head_dim = hidden_size // num_heads
+    hidden_size, num_heads, head_dim = read_sizes(config, ("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     rotated = config.nullable_integer("rotary_dim")
     rotated = head_dim if rotated is None else rotated
     if rotated % 2 or rotated > head_dim:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from quire.model.families.blocks import assemble, read_activation, read_attention, read_head_dim, read_rms_norm
 from quire.model.families.config_view import ConfigView, is_number
@@ -51,8 +50,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     norm = read_rms_norm(config)
     attention = read_attention(config, read_alpha_rope(config), has_bias=config.boolean("attention_bias"))
     attention = replace(attention, qk_norm=norm, is_qk_norm_last=True)
-    if config.raw("use_qk_norm") is False:
-        raise UnsupportedError("use_qk_norm false is not supported in a 'hunyuan_v1_moe' model; supported: true")
+    config.refuse_other("use_qk_norm", True)
     num_experts, expert = config.integer("num_experts"), MlpSpec(config.integer("intermediate_size"), read_activation(config))
     layers = []
     for top_k in _read_counts(config, "moe_topk"):

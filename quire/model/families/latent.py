@@ -57,8 +57,10 @@ def interleaved(attention: AttentionSpec, is_interleaved: bool = True) -> Attent
     return replace(attention, latent=replace(attention.latent, is_interleaved=is_interleaved))
 
 
-def read_indexer(config: ConfigView, attention: AttentionSpec, *, is_interleaved: bool) -> AttentionSpec:
-    """Return latent attention to the keys that an indexer chooses."""
+def read_indexer(
+    config: ConfigView, attention: AttentionSpec, *, is_interleaved: bool, is_shared: bool = False
+) -> AttentionSpec:
+    """Return latent attention to the keys that an indexer chooses; is_shared: that of an earlier layer."""
     assert attention.latent is not None
     head_dim = config.integer("index_head_dim")
     if head_dim < attention.latent.rope_dim or head_dim > attention.head_dim:
@@ -72,6 +74,7 @@ def read_indexer(config: ConfigView, attention: AttentionSpec, *, is_interleaved
         config.integer("index_topk"),
         NormSpec("layer", _NORM_EPS, has_bias=True),
         is_interleaved,
+        is_shared,
     )
     return replace(attention, latent=replace(attention.latent, indexer=indexer))
 

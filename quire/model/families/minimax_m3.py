@@ -62,11 +62,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 def _refuse_others(config: ConfigView) -> None:
-    table = config.table("sparse_attention_config")
-    for keys, read in ((_ONLY, config.raw), (_ONLY_SPARSE, table.get)):
+    for view, keys in ((config, _ONLY), (config.nested("sparse_attention_config"), _ONLY_SPARSE)):
         for key, value in keys.items():
-            if read(key) not in (None, value):
-                raise UnsupportedError(f"{key} {read(key)!r} is not supported in a MiniMax-M3 model; supported: {value!r}")
+            view.refuse_other(key, value)
 
 
 def _read_kinds(config: ConfigView, key: str, old: str, kinds: tuple[str, str]) -> list[str]:
@@ -87,10 +85,10 @@ def _read_kinds(config: ConfigView, key: str, old: str, kinds: tuple[str, str]) 
 def _with_indexer(config: ConfigView, attention: AttentionSpec, norm: NormSpec) -> AttentionSpec:
     table, sizes = config.table("sparse_attention_config"), dict[str, int]()
     for name, old in _OLD_NAMES.items():
-        value = table[old] if old in table else config.integer(name, minimum=0)
-        if type(value) is not int or value < (0 if name == "index_local_blocks" else 1):
-            raise config.error(f"sparse_attention_config.{old}", value, "a positive integer")
-        sizes[name] = value
+        is_old, least = old in table, 0 if name == "index_local_blocks" else 1
+        sizes[name] = (config.nested("sparse_attention_config") if is_old else config).integer(
+            old if is_old else name, minimum=least
+        )
     num_heads, head_dim, block_size, top_blocks, num_local = sizes.values()
     if attention.num_heads % num_heads:
         raise config.error("index_n_heads", num_heads, f"a divisor of num_attention_heads ({attention.num_heads})")

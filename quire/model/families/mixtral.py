@@ -13,6 +13,7 @@ from quire.model.families.page import FamilyPage
 from quire.model.families.sources import PRE_NORM_LAYER, Sources, rename
 
 MODEL_TYPE = "mixtral"
+MIXTURE, STORED_MIXTURE = (MixtureNames(block, expert=("w1", "w3", "w2")) for block in ("mlp", "block_sparse_moe"))
 
 
 def read_spec(config: ConfigView) -> ModelSpec:
@@ -26,8 +27,8 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: in `block_sparse_moe`, or in `mlp` as transformers 5 names it."""
-    block = "mlp" if "layers.0.mlp.gate.weight" in stored else "block_sparse_moe"
-    return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored, MixtureNames(block, expert=("w1", "w3", "w2")))
+    names = MIXTURE if "layers.0.mlp.gate.weight" in stored else STORED_MIXTURE
+    return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored, names)
 
 
 PAGE = FamilyPage(("MixtralForCausalLM",), read_spec, find_sources)

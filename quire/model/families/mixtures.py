@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import ExpertGroups, MlpSpec, ModelSpec, MoeSpec
 from quire.model.families.blocks import read_activation
 from quire.model.families.config_view import ConfigView
@@ -60,8 +59,8 @@ def read_sigmoid_moe(config: ConfigView, shared: str = "n_shared_experts") -> Mo
 
     shared  the key of how many there are
     """
-    _refuse_other(config, "scoring_func", "sigmoid")
-    _refuse_other(config, "topk_method", "noaux_tc")
+    config.refuse_other("scoring_func", "sigmoid")
+    config.refuse_other("topk_method", "noaux_tc")
     moe = read_moe(config, "moe_intermediate_size")
     return replace(
         moe,
@@ -77,13 +76,6 @@ def read_sigmoid_moe(config: ConfigView, shared: str = "n_shared_experts") -> Mo
     )
 
 
-def _refuse_other(config: ConfigView, key: str, supported: str) -> None:
-    if config.raw(key) not in (None, supported):
-        raise UnsupportedError(
-            f"{key} {config.raw(key)!r} is not supported in a {config.model_type!r} model; supported: {supported!r}"
-        )
-
-
 def read_sparse_steps(config: ConfigView) -> list[bool]:
     """Return for each layer whether it is a mixture, by `mlp_only_layers` and `decoder_sparse_step`."""
     dense_layers, step = config.integers("mlp_only_layers"), config.integer("decoder_sparse_step")
@@ -93,8 +85,7 @@ def read_sparse_steps(config: ConfigView) -> list[bool]:
 def read_sparse_layers(config: ConfigView) -> list[bool]:
     """Return for each layer whether it is a mixture: by `mlp_layer_types`, or all after `first_k_dense_replace`."""
     num_layers = config.integer("num_hidden_layers")
-    if config.raw("moe_layer_freq") not in (None, 1):
-        raise UnsupportedError(f"moe_layer_freq {config.raw('moe_layer_freq')!r} is not supported; supported: 1")
+    config.refuse_other("moe_layer_freq", 1)
     types = config.strings("mlp_layer_types")
     if types is None:
         first = config.integer("first_k_dense_replace", minimum=0)

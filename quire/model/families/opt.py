@@ -1,10 +1,11 @@
-"""OPT (2022): LayerNorm, learned positions whose table has two more rows first, biases everywhere, a tied head."""
+"""OPT and BioGPT (2022): LayerNorm, learned positions whose table has two more rows first, biases everywhere, a tied head."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.model.families.blocks import read_activation, read_head_dim, repeat_layer
 from quire.model.families.config_view import ConfigView
@@ -12,9 +13,9 @@ from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Source, Sources, rename
 
 MODEL_TYPE = "opt"
+BIOGPT_MODEL_TYPE = "biogpt"
 
-
-_TOP = {"embed": "embed_tokens", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
+_TOP = {"embed": "embed_tokens", "lm_head": "lm_head"}
 _LAYER = {
     "attn_in": "self_attn_layer_norm",
     "mlp_in": "final_layer_norm",
@@ -31,10 +32,9 @@ _FIXED: dict[str, bool] = {"do_layer_norm_before": True, "_remove_final_layer_no
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of an OPT model. The one of 350 million parameters is of another kind, and refused."""
     for key, value in _FIXED.items():
-        if config.boolean(key) is not value:
-            raise UnsupportedError(f"{key} {not value} is not supported in an 'opt' model; supported: {value}")
+        config.refuse_other(key, value)
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    if config.integer("word_embed_proj_dim") != hidden_size:
+    if config.nullable_integer("word_embed_proj_dim") not in (None, hidden_size):
         raise config.error("word_embed_proj_dim", config.raw("word_embed_proj_dim"), f"hidden_size ({hidden_size})")
     has_bias, has_weight = config.boolean("enable_bias"), config.boolean("layer_norm_elementwise_affine")
     head_dim = read_head_dim(config)
@@ -46,11 +46,21 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return repeat_layer(config, layer, norm, num_learned_positions=positions, max_positions=positions)
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+def read_biogpt_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of a BioGPT model, which scales embeddings."""
+    spec = read_spec(config.renamed({"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}))
+    return replace(spec, embed_scale=math.sqrt(spec.hidden_size)) if config.boolean("scale_embedding") else spec
+
+
+def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
-    sources = rename(spec, _LAYER, _TOP)
+    last = "layer_norm" if "layer_norm.weight" in stored else "final_layer_norm"
+    sources = rename(spec, _LAYER, {**_TOP, "final_norm": last})
     rows = (_FIRST_POSITION, _FIRST_POSITION + spec.num_learned_positions)
     return sources | {"pos.weight": Source.of("embed_positions.weight", rows)}
 
 
 PAGE = FamilyPage(("OPTForCausalLM",), read_spec, find_sources, prefixes=("model.decoder.", "decoder."))
+BIOGPT_PAGE = FamilyPage(
+    ("BioGptForCausalLM",), read_biogpt_spec, find_sources, prefixes=("biogpt.",), head="output_projection"
+)

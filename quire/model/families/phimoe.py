@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, NormSpec
 from quire.model.families.blocks import assemble, read_attention, read_head_dim
 from quire.model.families.config_view import ConfigView
@@ -25,10 +24,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     attention = read_attention(config, read_rope(config, read_head_dim(config)), has_bias=config.boolean("attention_bias"))
     attention = replace(attention, window=config.nullable_integer("sliding_window"))
     moe = read_moe(config, "intermediate_size")
-    if moe.top_k != _NUM_CHOSEN:
-        raise UnsupportedError(
-            f"num_experts_per_tok {moe.top_k} is not supported in a 'phimoe' model; supported: {_NUM_CHOSEN}"
-        )
+    config.refuse_other("num_experts_per_tok", _NUM_CHOSEN)
     jitter = config.number("router_jitter_noise", is_positive=False)
     moe = replace(moe, scoring="sparse", sparse_margin=2 * jitter, is_renormalized=False)
     layers = [LayerSpec(attention, moe, attn_in=norm, mlp_in=norm)] * config.integer("num_hidden_layers")

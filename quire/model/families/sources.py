@@ -15,6 +15,7 @@ class Piece:
 
     is_transposed  it is stored [in, out]; the rows are counted after transposing
     entry          it is a stack, of which this is one entry; None: it is none
+    num_entries    the stack is a matrix, whose rows are divided among so many entries; None: the stack has three dimensions
     """
 
     name: str
@@ -22,6 +23,7 @@ class Piece:
     is_transposed: bool = False
     entry: int | None = None
     step: int = 1
+    num_entries: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,10 @@ class DeviceHead:
         self.inputs[: len(hidden)].copy_(normed if self._head.recycles_normed else hidden)
         if not self._has_output or self.vocabulary is None:
             return self._target.finish_logits(self._output(normed, out))
-        said = self._output(normed)
+        logits = self._output(normed)
         if out is None:
-            out = torch.empty(len(hidden), self.spec.vocab_size, dtype=said.dtype, device=said.device)
-        return out.fill_(-torch.inf).index_copy_(1, self.vocabulary, said)
+            out = torch.empty(len(hidden), self.spec.vocab_size, dtype=logits.dtype, device=logits.device)
+        return out.fill_(-torch.inf).index_copy_(1, self.vocabulary, logits)
 
 
 def _given(linear: DeviceLinear | None) -> DeviceLinear:

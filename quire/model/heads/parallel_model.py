@@ -42,7 +42,7 @@ class ParallelModel:
                 self._heads.add(blocks, packer.pack(_quantized(output, outer)))
             self._heads.is_near = packer.is_near
 
-    def speak(self, hidden: Tensor, count: int) -> Tensor:
+    def logits(self, hidden: Tensor, count: int) -> Tensor:
         """Return the outputs of `count` heads for hidden [S, H] f32: logits [count, S, V'] f32, which the next call
         overwrites."""
         if self._head is not None:
@@ -65,7 +65,7 @@ class ParallelModel:
             places = 0 if self._vocabulary is None else self._vocabulary.data_ptr()
             threads = torch.get_num_threads()
             return self._heads.best(hidden.data_ptr(), hidden.shape[1], num_rows, count, places, threads)
-        found: list[list[int]] = self.speak(hidden[:num_rows], count).argmax(-1).T.tolist()
+        found: list[list[int]] = self.logits(hidden[:num_rows], count).argmax(-1).T.tolist()
         ids = self._token_ids
         return found if ids is None else [[ids[token] for token in line] for line in found]
 

@@ -110,9 +110,9 @@ class ReferenceHead:
         while True:
             logits = self.enter(token_ids, positions, step, kv, features, rows)
             shares, best = logits.float().mul(DRAFT_SHARPNESS).softmax(-1).max(-1)
-            said = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
+            chosen = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
             kept: list[int] = []  # rows that continue; a sequence with all its drafts writes nothing more
-            for row, (sequence, share, token_id) in enumerate(zip(going, shares.tolist(), said.tolist(), strict=True)):
+            for row, (sequence, share, token_id) in enumerate(zip(going, shares.tolist(), chosen.tolist(), strict=True)):
                 ways[sequence] *= share
                 if ways[sequence] < least_share:
                     continue
@@ -121,7 +121,7 @@ class ReferenceHead:
                     kept.append(row)
             if not kept:
                 return found
-            features, token_ids, tables = self.recycled(len(going))[kept], said[kept], tables[kept]
+            features, token_ids, tables = self.recycled(len(going))[kept], chosen[kept], tables[kept]
             going, lengths = [going[row] for row in kept], [lengths[row] + 1 for row in kept]
             positions = positions_of_rows = positions_of_rows[kept] + 1
             slots = [int(tables[row, (end - 1) // size]) * size + (end - 1) % size for row, end in enumerate(lengths)]

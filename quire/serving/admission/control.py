@@ -51,7 +51,7 @@ class AdmissionControl:
         self._num_taken_batch_sequences = self._num_taken_batch_expected = 0
         self._num_held_online = self._num_held_batch = 0
         self._num_admitted = 0
-        self.queue = FairQueue(lambda name: self._owner(name).weight)
+        self.queue = FairQueue(lambda name: self.limits_of(name).weight)
         self.rates = ServiceRates()
         self.max_num_seqs = max_num_seqs
 
@@ -73,7 +73,7 @@ class AdmissionControl:
     def admit(self, job: Job) -> Ticket:
         """Queue a job. Raises ApiError: 408 past its deadline, 429 over a limit of its key, 503 when it would wait too long."""
         now_s = self._clock()
-        owner = self._owner(job.owner.name)
+        owner = self.limits_of(job.owner.name)
         num_sequences = job.request.params.num_sequences
         expected = 0 if job.request.pooling else num_sequences * owner.expected_output_tokens(job.request.params.max_tokens)
         num_prompt_tokens = len(job.request.prompt_token_ids)
@@ -102,7 +102,7 @@ class AdmissionControl:
     @contextlib.contextmanager
     def holding(self, owner: str, call_id: str) -> Generator[None]:
         """Count a call as in flight for its key, even before it has jobs. Raises ApiError 429 over the key's limit."""
-        limits = self._owner(owner)
+        limits = self.limits_of(owner)
         self._check_concurrent(limits, call_id)
         limits.calls[call_id] += 1
         try:
@@ -134,7 +134,7 @@ class AdmissionControl:
 
         is_complete  whether its outputs were not aborted, so that their length predicts this owner's next outputs
         """
-        owner = self._owner(ticket.job.owner.name)
+        owner = self.limits_of(ticket.job.owner.name)
         self._hold(ticket.job, owner, ticket.num_sequences, -1)
         if self._taken.pop(ticket.number, None) is None:
             self.queue.remove(ticket)
@@ -181,7 +181,7 @@ class AdmissionControl:
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
         """Return the x-ratelimit-* headers of an owner; empty if it has no rate limits."""
-        return self._owner(owner).headers(self._clock())
+        return self.limits_of(owner).headers(self._clock())
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the counts differ from the actual tickets."""
@@ -200,7 +200,7 @@ class AdmissionControl:
         at once."""
         return spread_s(seconds, self._random)
 
-    def _owner(self, name: str) -> OwnerLimits:
+    def limits_of(self, name: str) -> OwnerLimits:
         found = self._owners.get(name)
         if found is None:
             found = self._owners[name] = OwnerLimits(self._keys.get(name), self._clock())
@@ -294,7 +294,7 @@ class AdmissionControl:
         if wait_s == 0 or wait_s <= cap_s:
             return
         message = f"a request would wait about {wait_s:.0f} s here, longer than the {max(cap_s, 0):.0f} s that it may"
-        owner = self._owner(job.owner.name)
+        owner = self.limits_of(job.owner.name)
         is_own_fault = 0 < self._num_held_online - owner.num_sequences < owner.num_sequences
         raise self._refusal(message, wait_s - cap_s, is_own_fault=is_own_fault)
 

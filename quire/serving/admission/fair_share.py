@@ -24,7 +24,7 @@ class Share:
 
 
 class FairClock:
-    """Where a party starts that comes back from idling: at what the one had that was served last, so that nobody saves up.
+    """The virtual start time of a party that was idle: that of the one served last, so that idle time earns no credit.
 
     Start-time fair queueing (Goyal et al., 1996), which is deficit round robin without the rounds.
     """

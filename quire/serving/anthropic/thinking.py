@@ -38,7 +38,7 @@ def effort_of(source: str, reasons: bool, thinking: Thinking | None, config: Out
     """
     effort = None if config is None else config.effort
     if isinstance(thinking, ThinkingDisabled):
-        if _knows(source, "none"):
+        if _accepts_effort(source, "none"):
             return "none"
         if reasons:
             raise RequestError("thinking: the chat template of this model cannot turn it off; leave thinking out", "thinking")
@@ -52,14 +52,14 @@ def effort_of(source: str, reasons: bool, thinking: Thinking | None, config: Out
     if not isinstance(thinking, ThinkingEnabled):
         return None
     level = _level(thinking.budget_tokens)
-    return level if _knows(source, level) else None
+    return level if _accepts_effort(source, level) else None
 
 
 def _level(budget_tokens: int) -> str:
     return "low" if budget_tokens <= LOW_BUDGET else "medium" if budget_tokens <= MEDIUM_BUDGET else "high"
 
 
-def _knows(source: str, effort: str) -> bool:
+def _accepts_effort(source: str, effort: str) -> bool:
     try:
         return bool(reasoning_variables(source, effort, reasons=True))
     except RequestError:

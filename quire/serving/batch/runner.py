@@ -190,7 +190,7 @@ class BatchRunner:
     """
 
     def __init__(self, call_store: Callable[..., Awaitable[Any]], execute: Execute, max_running: Callable[[], int]) -> None:
-        self._call_store = call_store
+        self.call_store = call_store
         self._execute = execute
         self._max_running = max_running
         self._places = LinePlaces(max_running)
@@ -198,7 +198,7 @@ class BatchRunner:
 
     async def run(self, record: BatchRecord) -> None:
         """Run every unfinished line of a batch. When cancelled, running lines are aborted and stay unfinished."""
-        saver = _Saver(self._call_store)
+        saver = _Saver(self.call_store)
         saving = asyncio.create_task(saver.run())
         owner = self._owners.setdefault(record.owner, _OwnersLines())
         owner.num_batches += 1
@@ -221,7 +221,7 @@ class BatchRunner:
     async def _begin_lines(self, record: BatchRecord, owner: _OwnersLines, saver: _Saver, group: asyncio.TaskGroup) -> None:
         after = -1
         async with owner.turn:
-            while lines := await self._call_store(BatchStore.todo, record.id, after, 256):
+            while lines := await self.call_store(BatchStore.todo, record.id, after, 256):
                 for line in lines:
                     await owner.begin(max(1, self._max_running()))
                     task = group.create_task(self._run_line(record, line, saver))
@@ -231,10 +231,10 @@ class BatchRunner:
     async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
         async def run() -> Ready:
             async with self._places.place(record.owner):
-                return await self._execute(record, body_of(await self._call_store(_read, record.input_file_id, line)))
+                return await self._execute(record, body_of(await self.call_store(_read, record.input_file_id, line)))
 
         async def count_try() -> int:
-            return await self._call_store(BatchStore.count_try, record.id, line.n)
+            return await self.call_store(BatchStore.count_try, record.id, line.n)
 
         name = f"{line.custom_id[:100]!r} of {record.id}"
         answer = await run_body(run, name, count_try)
@@ -260,7 +260,7 @@ class _Saver:
     """Commits results in groups: at 64, or 50 ms after the first."""
 
     def __init__(self, call_store: Callable[..., Awaitable[Any]]) -> None:
-        self._call_store = call_store
+        self.call_store = call_store
         self._pending: deque[LineResult] = deque()
         self._wake = asyncio.Event()
         self._is_finished = False
@@ -288,7 +288,7 @@ class _Saver:
                     await asyncio.sleep(COMMIT_INTERVAL_S)
                 while self._pending:
                     group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
-                    await self._call_store(BatchStore.save_results, group)
+                    await self.call_store(BatchStore.save_results, group)
         except BaseException as error:
             self._failure = error
             raise

@@ -64,10 +64,10 @@ class BatchService:
     ) -> None:
         self.endpoints = endpoints
         self._check_body = check_body
-        self._thread = StoreThread(lambda: BatchStore(folder), "quire-batch", storage_failed)
-        self.call_store = self._thread.call
+        self.store_thread = StoreThread(lambda: BatchStore(folder), "quire-batch", storage_failed)
+        self.call_store = self.store_thread.call
         self.room_for = StorageRoom(self.call_store).room_for
-        self._runner = BatchRunner(self.call_store, execute, max_running)
+        self.runner = BatchRunner(self.call_store, execute, max_running)
         self._report_lines = report_lines
         self._max_batches_of = max_batches_of
         self._replica_id = replica_id
@@ -80,7 +80,7 @@ class BatchService:
         await self.call_store(BatchStore.tidy, time.time())
         for record in await self.call_store(BatchStore.unfinished):
             self._launch(record)
-        self._housekeeper = asyncio.create_task(self._keep_house())
+        self._housekeeper = asyncio.create_task(self._run_maintenance())
 
     async def close(self) -> None:
         """Stop; unfinished batches continue when the server starts again."""
@@ -88,7 +88,7 @@ class BatchService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._thread.close(BatchStore.close)
+        await self.store_thread.close(BatchStore.close)
 
     # Files.
 
@@ -125,7 +125,7 @@ class BatchService:
         return record
 
     async def _write_parts(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        writing = self._thread.store.writing(file_id)
+        writing = self.store_thread.store.writing(file_id)
         file = await self.call_store(lambda _store: writing.__enter__())
         num_bytes = 0
         try:
@@ -308,7 +308,7 @@ class BatchService:
 
     async def _validate(self, record: BatchRecord) -> BatchRecord | None:
         """Read the whole input, one at a time per owner, outside the store's thread, which other calls need."""
-        path = self._thread.store.path_of(record.input_file_id)
+        path = self.store_thread.store.path_of(record.input_file_id)
 
         def read() -> Validation:
             try:
@@ -332,23 +332,25 @@ class BatchService:
         remaining_s = record.expires_at - time.time()
         try:
             async with asyncio.timeout(max(0.0, remaining_s)):
-                await self._runner.run(record)
+                await self.runner.run(record)
         except TimeoutError:
             return "expired"
         return "completed"
 
-    async def _keep_house(self) -> None:
-        next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
+    async def _run_maintenance(self) -> None:
+        next_check_s = time.monotonic() + CHECK_INTERVAL_S
         while True:
             await asyncio.sleep(COUNT_INTERVAL_S)
             try:
                 for state, count in (await self.call_store(BatchStore.count_lines)).items():
                     self._report_lines(state, count)
-                if time.monotonic() >= next_tidy_s:
-                    next_tidy_s += CHECK_INTERVAL_S
+                if time.monotonic() >= next_check_s:
+                    next_check_s += CHECK_INTERVAL_S
                     await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)
+            except Exception:
+                logger.exception("the batch store could not be tidied")
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:

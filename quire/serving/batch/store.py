@@ -111,13 +111,13 @@ class BatchStore:
         try:
             make_private_folder(base)
             make_private_folder(self._files)
-            self._db = open_database(base, None if folder is None else "batches.sqlite", SCHEMA, SCHEMA_VERSION)
+            self.database = open_database(base, None if folder is None else "batches.sqlite", SCHEMA, SCHEMA_VERSION)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {base}: {error}") from None
 
     def close(self) -> None:
         """Close the database."""
-        self._db.close()
+        self.database.close()
         if self._temporary is not None:
             self._temporary.close()
 
@@ -146,13 +146,13 @@ class BatchStore:
 
     def put_file(self, record: FileRecord) -> None:
         """Insert or replace a file's record."""
-        with transaction(self._db):
+        with transaction(self.database):
             self._put_file(record)
 
     def add_file(self, record: FileRecord, limit: StoredAmount) -> StoredAmount | None:
         """Insert the record of a written file. If it exceeds its owner's limit, remove the file and return what the owner
         has."""
-        with transaction(self._db):
+        with transaction(self.database):
             stored = self.stored(record.owner)
             if limit.has_room_for(stored.plus(1, record.num_bytes)):
                 self._put_file(record)
@@ -162,14 +162,14 @@ class BatchStore:
 
     def stored(self, owner: str) -> StoredAmount:
         """Return the number and bytes of an owner's files."""
-        row = self._db.execute(
+        row = self.database.execute(
             "SELECT COUNT(*), COALESCE(SUM(json_extract(CAST(record AS TEXT), '$.num_bytes')), 0) FROM file WHERE owner=?",
             (owner,),
         ).fetchone()
         return StoredAmount(*row)
 
     def _put_file(self, record: FileRecord) -> None:
-        self._db.execute(
+        self.database.execute(
             "INSERT INTO file VALUES(?,?,?,?,?) "
             "ON CONFLICT(id) DO UPDATE SET record=excluded.record, expires_at=excluded.expires_at",
             (record.id, record.owner, record.created_at, record.expires_at, _encode(record)),
@@ -177,7 +177,7 @@ class BatchStore:
 
     def file(self, owner: str, file_id: str) -> FileRecord | None:
         """Return a file of an owner; None if there is none of this id."""
-        row = self._db.execute("SELECT record FROM file WHERE id=? AND owner=?", (file_id, owner)).fetchone()
+        row = self.database.execute("SELECT record FROM file WHERE id=? AND owner=?", (file_id, owner)).fetchone()
         return None if row is None else _decode_file(row[0])
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileRecord] | None:
@@ -200,20 +200,20 @@ class BatchStore:
         if after is not None:
             where += f" AND (created_at, rowid) {sign} (SELECT created_at, rowid FROM {table} WHERE id=? AND owner=?)"
             values += [after, owner]
-        return self._db.execute(
+        return self.database.execute(
             f"SELECT record FROM {table} WHERE {where} ORDER BY created_at {order}, rowid {order}",
             values,
         )
 
     def is_in_use(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""
-        rows = self._db.execute(f"SELECT 1 FROM batch WHERE {IS_OPEN} AND {INPUT_FILE}=? LIMIT 1", (file_id,))
+        rows = self.database.execute(f"SELECT 1 FROM batch WHERE {IS_OPEN} AND {INPUT_FILE}=? LIMIT 1", (file_id,))
         return rows.fetchone() is not None
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file's record and its bytes."""
-        with transaction(self._db):
-            self._db.execute("DELETE FROM file WHERE id=?", (file_id,))
+        with transaction(self.database):
+            self.database.execute("DELETE FROM file WHERE id=?", (file_id,))
         self.path_of(file_id).unlink(missing_ok=True)
 
     # Batches.
@@ -221,17 +221,17 @@ class BatchStore:
     def add_batch(self, record: BatchRecord, idempotency_key: str | None, max_batches: int) -> BatchRecord | None:
         """Insert a batch. If the idempotency key is used, return the existing batch. None if the owner already has
         max_batches."""
-        with transaction(self._db):
+        with transaction(self.database):
             if idempotency_key is not None:
-                row = self._db.execute(
+                row = self.database.execute(
                     "SELECT record FROM batch WHERE owner=? AND idempotency_key=?", (record.owner, idempotency_key)
                 ).fetchone()
                 if row is not None:
                     return _decode_batch(row[0])
-            num_stored = self._db.execute("SELECT COUNT(*) FROM batch WHERE owner=?", (record.owner,)).fetchone()[0]
+            num_stored = self.database.execute("SELECT COUNT(*) FROM batch WHERE owner=?", (record.owner,)).fetchone()[0]
             if num_stored >= max_batches:
                 return None
-            self._db.execute(
+            self.database.execute(
                 "INSERT INTO batch VALUES(?,?,?,?,?,?)",
                 (record.id, record.owner, record.created_at, record.status, idempotency_key, _encode(record)),
             )
@@ -239,7 +239,7 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
         """Return a batch with its current counts; None if the id is unknown or belongs to another owner."""
-        row = self._db.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
+        row = self.database.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
         record = None if row is None else _decode_batch(row[0])
         if record is None or (owner is not None and record.owner != owner):
             return None
@@ -247,8 +247,8 @@ class BatchStore:
 
     def delete_batch(self, record: BatchRecord) -> None:
         """Delete the record of a batch that has ended, and its files, except one that another batch reads."""
-        with transaction(self._db):
-            self._db.execute("DELETE FROM batch WHERE id=?", (record.id,))
+        with transaction(self.database):
+            self.database.execute("DELETE FROM batch WHERE id=?", (record.id,))
         for file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
             if file_id is not None and not self.is_in_use(file_id):
                 self.delete_file(file_id)
@@ -256,7 +256,7 @@ class BatchStore:
     def count_unrun(self, batch_id: str) -> int:
         """Return how many lines of a batch failed because it expired or was cancelled."""
         sql = "SELECT COUNT(*) FROM line WHERE batch_id=? AND state=? AND instr(result, ?)"
-        return self._db.execute(sql, (batch_id, FAILED, b'"response":null,"error":{"code":"batch_')).fetchone()[0]
+        return self.database.execute(sql, (batch_id, FAILED, b'"response":null,"error":{"code":"batch_')).fetchone()[0]
 
     def batches(
         self, owner: str, after: str | None, limit: int, of_messages: bool = False, ascending: bool = False
@@ -277,24 +277,24 @@ class BatchStore:
 
     def unfinished(self) -> list[BatchRecord]:
         """Return the batches of all owners that have not ended, the oldest first."""
-        rows = self._db.execute(f"SELECT record FROM batch WHERE {IS_OPEN} ORDER BY created_at, rowid")
+        rows = self.database.execute(f"SELECT record FROM batch WHERE {IS_OPEN} ORDER BY created_at, rowid")
         return [_decode_batch(blob) for (blob,) in rows.fetchall()]
 
     def change_batch(self, batch_id: str, **changes: Any) -> BatchRecord:
         """Change fields of a batch and return it."""
-        with transaction(self._db):
+        with transaction(self.database):
             return self._change_batch(batch_id, changes)
 
     def _change_batch(self, batch_id: str, changes: dict[str, Any]) -> BatchRecord:
-        row = self._db.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
+        row = self.database.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
         record = msgspec.structs.replace(_decode_batch(row[0]), **changes)
-        self._db.execute("UPDATE batch SET record=?, status=? WHERE id=?", (_encode(record), record.status, batch_id))
+        self.database.execute("UPDATE batch SET record=?, status=? WHERE id=?", (_encode(record), record.status, batch_id))
         return record
 
     def _with_counts(self, record: BatchRecord) -> BatchRecord:
         counts: dict[int, int] = {}
         usage = [0, 0, 0, 0]
-        for state, count, *tokens in self._db.execute(
+        for state, count, *tokens in self.database.execute(
             "SELECT state, COUNT(*), SUM(input_tokens), SUM(cached_tokens), SUM(output_tokens), SUM(reasoning_tokens) "
             "FROM line WHERE batch_id=? GROUP BY state",
             (record.id,),
@@ -316,9 +316,9 @@ class BatchStore:
 
     def start_batch(self, batch_id: str, spans: Sequence[LineSpan]) -> BatchRecord:
         """Insert all lines of a batch and mark it in progress, in one transaction."""
-        with transaction(self._db):
-            self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
-            self._db.executemany(
+        with transaction(self.database):
+            self.database.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
+            self.database.executemany(
                 "INSERT INTO line(batch_id, n, custom_id, offset, num_bytes) VALUES(?,?,?,?,?)",
                 [(batch_id, span.number, span.custom_id, span.offset, span.num_bytes) for span in spans],
             )
@@ -330,7 +330,7 @@ class BatchStore:
 
     def todo(self, batch_id: str, after: int, limit: int) -> list[TodoLine]:
         """Return the next lines to run, those with numbers above `after`."""
-        rows = self._db.execute(
+        rows = self.database.execute(
             "SELECT batch_id, n, custom_id, offset, num_bytes, tries FROM line WHERE batch_id=? AND state=0 AND n>? "
             "ORDER BY n LIMIT ?",
             (batch_id, after, limit),
@@ -345,8 +345,8 @@ class BatchStore:
 
     def save_results(self, results: Sequence[LineResult]) -> None:
         """Save results of lines in one transaction; a line that has ended already keeps its first result."""
-        with transaction(self._db):
-            self._db.executemany(
+        with transaction(self.database):
+            self.database.executemany(
                 "UPDATE line SET state=?, result=?, input_tokens=?, cached_tokens=?, output_tokens=?, reasoning_tokens=? "
                 "WHERE batch_id=? AND n=? AND state=0",
                 [
@@ -363,19 +363,19 @@ class BatchStore:
 
     def count_try(self, batch_id: str, n: int) -> int:
         """Record that a line was running when the engine died; return how often that happened."""
-        with transaction(self._db):
-            self._db.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
-            return self._db.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
+        with transaction(self.database):
+            self.database.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
+            return self.database.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
 
     def count_lines(self) -> dict[str, int]:
         """Return how many lines of unfinished batches are in each state."""
-        found = dict(self._db.execute("SELECT state, COUNT(*) FROM line GROUP BY state").fetchall())
+        found = dict(self.database.execute("SELECT state, COUNT(*) FROM line GROUP BY state").fetchall())
         return {name: found.get(state, 0) for name, state in (("todo", TODO), ("completed", SUCCEEDED), ("failed", FAILED))}
 
     def results(self, batch_id: str, is_success: bool, after: int, num_bytes: int) -> list[tuple[int, bytes]]:
         """Return (number, result) of the next lines with this outcome after number `after`, in order, up to about num_bytes."""
         state = SUCCEEDED if is_success else FAILED
-        rows = self._db.execute(
+        rows = self.database.execute(
             "SELECT n, result FROM line WHERE batch_id=? AND state=? AND n>? ORDER BY n", (batch_id, state, after)
         )
         found: list[tuple[int, bytes]] = []
@@ -392,19 +392,19 @@ class BatchStore:
 
     def end_batch(self, batch_id: str, outputs: Sequence[FileRecord], changes: dict[str, Any]) -> BatchRecord:
         """Insert the output files of a batch, end it and delete its lines, in one transaction."""
-        with transaction(self._db):
+        with transaction(self.database):
             for record in outputs:
                 self._put_file(record)
             counted = self._with_counts(self._change_batch(batch_id, changes))
-            self._db.execute("UPDATE batch SET record=? WHERE id=?", (_encode(counted), batch_id))
-            self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
+            self.database.execute("UPDATE batch SET record=? WHERE id=?", (_encode(counted), batch_id))
+            self.database.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
         return counted
 
     def delete_expired(self, now: float) -> None:
         """Delete the files that have expired and that no batch reads, and the batches that ended long ago."""
         ended = f"NOT ({IS_OPEN}) AND {ENDED_AT} <= ?"
-        self._db.execute(f"DELETE FROM batch WHERE {ended}", (int(now) - BATCH_LIFETIME_S,))
-        for (file_id,) in self._db.execute("SELECT id FROM file WHERE expires_at <= ?", (int(now),)).fetchall():
+        self.database.execute(f"DELETE FROM batch WHERE {ended}", (int(now) - BATCH_LIFETIME_S,))
+        for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", (int(now),)).fetchall():
             if not self.is_in_use(file_id):
                 self.delete_file(file_id)
 
@@ -413,14 +413,14 @@ class BatchStore:
     def tidy(self, now: float) -> None:
         """Remove expired files, partly written files, and rows whose bytes are missing."""
         self.delete_expired(now)
-        known = {file_id for (file_id,) in self._db.execute("SELECT id FROM file")}
+        known = {file_id for (file_id,) in self.database.execute("SELECT id FROM file")}
         for path in self._files.iterdir():
             if path.name not in known and now - path.stat().st_mtime > ORPHAN_AGE_S:
                 logger.warning("removing %s, which no file record names", path.name)
                 path.unlink(missing_ok=True)
         for file_id in known:
             if not self.path_of(file_id).exists():
-                row = self._db.execute("SELECT record FROM file WHERE id=?", (file_id,)).fetchone()
+                row = self.database.execute("SELECT record FROM file WHERE id=?", (file_id,)).fetchone()
                 self.put_file(msgspec.structs.replace(_decode_file(row[0]), status="error"))
 
 

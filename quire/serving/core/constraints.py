@@ -56,10 +56,10 @@ def _marked(answer: Constraint | None, chat: ChatInput, setup: ParserSetup | Non
     if answer is None and calls is None:
         return None
     wanted = _format_of(answer) if calls is None else calls if answer is None or chat.forced_tools else _either(answer, calls)
-    return _after_reasoning(wanted, reasoning, setup, _openers(setup) if chat.forced_tools or chat.strict_tools else ())
+    return _after_reasoning(wanted, reasoning, setup, _call_openings(setup) if chat.forced_tools or chat.strict_tools else ())
 
 
-def _openers(setup: ParserSetup) -> tuple[str, ...]:
+def _call_openings(setup: ParserSetup) -> tuple[str, ...]:
     """Return the texts that begin a call, and so end the reasoning, even inside of it."""
     row = find_tool_format(setup.tool_format)
     return () if row is None else (*row.openers, *row.sections)

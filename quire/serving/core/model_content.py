@@ -1,4 +1,4 @@
-"""content_digest: what tells two servers of one model from servers of two."""
+"""content_digest: a hash of a model's files, equal on two servers if they serve the same model."""
 
 from __future__ import annotations
 

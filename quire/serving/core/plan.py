@@ -116,10 +116,10 @@ class GenerationOptions:
     """The options of a generation, other than its prompt.
 
     sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone. In a
-              conversation `constraint` is of the answer, and stands behind the reasoning
+              conversation `constraint` is of the answer, after the reasoning
     salt      of the request, on top of the owner's
     cache_retention_s  see Request
-    room_param  the field that states max_tokens, where that many have to fit behind the prompt; None: they are cut to what the
+    room_param  the field that states max_tokens, where that many have to fit after the prompt; None: they are cut to what the
                 context has left
     returns_prompt_ids  the answer has the tokens of the prompt
     """

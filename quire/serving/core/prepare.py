@@ -180,10 +180,11 @@ def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
     """Return the text of a conversation, in which special tokens of the template differ from the same characters in messages.
     Raises RequestError."""
     with renamed("prompt", chat.param), renamed("chat_template", chat.param), renamed("messages", chat.param):
-        return _render(served, chat)
+        return render(served, chat)
 
 
-def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
+def render(served: ServedModel, chat: ChatInput) -> RenderedChat:
+    """Apply the chat template; see `render_chat`, whose errors name the request's fields."""
     tokenizer = need_tokenizer(served)
     effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
     variables = {**effort, **chat.template_variables}

@@ -83,12 +83,12 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, options: LinkOptions | None = None) -> None:
         self._options = LinkOptions() if options is None else options
-        self._supervisor = Supervisor(config, self._options, self)
-        self._subscriptions: dict[str, Subscription] = {}
-        self._aborts: dict[str, int] = {}  # aborted, unfinished requests -> abort command's number
+        self.supervisor = Supervisor(config, self._options, self)
+        self.subscriptions: dict[str, Subscription] = {}
+        self.aborts: dict[str, int] = {}  # aborted, unfinished requests -> abort command's number
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # (number of commands sent, time)
-        self._undelivered: deque[RequestDelta] = deque()
+        self.undelivered: deque[RequestDelta] = deque()
         self._num_questions = 0
         self._questions: dict[int, asyncio.Future[dict[str, RequestTimeline]]] = {}
         self._sleep_answers: dict[int, asyncio.Future[SleepState]] = {}
@@ -110,51 +110,51 @@ class EngineClient:
     @property
     def state(self) -> EngineState:
         """The state of the engine; it takes requests while it is "ready"."""
-        state = self._supervisor.state
+        state = self.supervisor.state
         return "sleeping" if state == "ready" and self.sleep_level is not None else state
 
     @property
     def last_error(self) -> str | None:
         """The full reason why the engine last ended: for the operator, not for clients."""
-        return self._supervisor.last_error
+        return self.supervisor.last_error
 
     @property
     def pid(self) -> int | None:
         """The id of the engine's process, if there is one."""
-        return self._supervisor.pid
+        return self.supervisor.pid
 
     @property
     def num_restarts(self) -> int:
         """The number of restarts of the engine."""
-        return self._supervisor.num_restarts
+        return self.supervisor.num_restarts
 
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds since the last message of a ready engine's loop, including a running step; infinite without a ready
         engine."""
-        return self._supervisor.silence_s
+        return self.supervisor.silence_s
 
     @property
     def num_unfinished(self) -> int:
         """The number of requests whose last delta has not arrived."""
-        return len(self._subscriptions)
+        return len(self.subscriptions)
 
     def has_work(self) -> bool:
         """Return whether a request is unfinished."""
-        return bool(self._subscriptions)
+        return bool(self.subscriptions)
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Call once; close afterwards in any case.
 
         Raises ConfigError, ModelFormatError or UnsupportedError with the engine's message, WorkerError for other failures.
         """
-        await self._supervisor.start()
+        await self.supervisor.start()
 
     async def close(self) -> None:
         """End all requests and the engine's process. May be called again."""
-        await self._supervisor.close()
-        self._fail(self._subscriptions, engine_unavailable(_UNAVAILABLE["closed"]))
-        self._aborts.clear()
+        await self.supervisor.close()
+        self._fail(self.subscriptions, engine_unavailable(_UNAVAILABLE["closed"]))
+        self.aborts.clear()
 
     def submit(self, request: Request) -> Subscription:
         """Send a request to the engine; its id must differ from those of all unfinished ones.
@@ -164,10 +164,10 @@ class EngineClient:
         request_id = request.request_id
         if self.state != "ready":
             raise engine_unavailable(_UNAVAILABLE[self.state])
-        if request_id in self._subscriptions or request_id in self._aborts:
+        if request_id in self.subscriptions or request_id in self.aborts:
             raise invalid(f"the request id {request_id!r} is in use by an unfinished request", "request_id")
         try:
-            sequence = self._supervisor.send(Submit.of(request))
+            sequence = self.supervisor.send(Submit.of(request))
         except RequestError as error:
             raise from_quire_error(error) from error
         except MessageError as error:
@@ -176,7 +176,7 @@ class EngineClient:
             raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
         options = self._options
         subscription = Subscription(request_id, sequence, options.slow_reader_bytes, options.slow_reader_s)
-        self._subscriptions[request_id] = subscription
+        self.subscriptions[request_id] = subscription
         return subscription
 
     async def load_adapter(self, lora: LoRARequest) -> None:
@@ -199,7 +199,7 @@ class EngineClient:
         """Change the engine's role, also for when it is started again. Raises ApiError: 400 if it cannot have the role, 503
         while it is not ready."""
         await self._command(SetRole(f"role-{uuid.uuid4().hex}", role))
-        self._supervisor.set_role(role)
+        self.supervisor.set_role(role)
         if self.info is not None:
             self.info = msgspec.structs.replace(self.info, role=role)
 
@@ -209,11 +209,11 @@ class EngineClient:
             raise engine_unavailable(_UNAVAILABLE[self.state])
         request_id = command.request_id
         try:
-            sequence = self._supervisor.send(command)
+            sequence = self.supervisor.send(command)
         except WorkerError as error:
             raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
         subscription = Subscription(request_id, sequence, self._options.slow_reader_bytes, self._options.slow_reader_s)
-        self._subscriptions[request_id] = subscription
+        self.subscriptions[request_id] = subscription
         delta = await subscription.next()
         if delta.error is not None and delta.is_refused:
             raise invalid(delta.error, delta.error_param)
@@ -225,7 +225,7 @@ class EngineClient:
         none then."""
         if self.state in ("ready", "sleeping"):
             try:
-                self._supervisor.send(UnloadAdapter(lora_int_id))
+                self.supervisor.send(UnloadAdapter(lora_int_id))
             except WorkerError as error:
                 logger.warning("an adapter could not be unloaded: %s", error)  # it ends with the engine
 
@@ -252,8 +252,8 @@ class EngineClient:
         self._num_questions += 1
         answer = self._sleep_answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._supervisor.send(make_command(number))
-            self._supervisor.expect_silence(True)
+            self.supervisor.send(make_command(number))
+            self.supervisor.expect_silence(True)
             found = await answer
         except WorkerError as error:
             raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
@@ -265,7 +265,7 @@ class EngineClient:
             raise engine_unavailable(f"the engine did not change its state: {show_error(found.error)}")
 
     def _on_sleep_state(self, message: SleepState) -> None:
-        self._supervisor.expect_silence(False)
+        self.supervisor.expect_silence(False)
         before, self.sleep_level = self.state, message.level
         if self.state != before:
             self.on_state_change()
@@ -275,7 +275,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request: its last delta, with finish_reason "abort", follows. Ignored for one that has ended."""
-        if request_id in self._subscriptions and request_id not in self._aborts:
+        if request_id in self.subscriptions and request_id not in self.aborts:
             self._send_abort(request_id)
 
     def watch(self, hz: float) -> None:
@@ -293,7 +293,7 @@ class EngineClient:
         self._num_questions += 1
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self._supervisor.send(AskTimelines(number, request_ids))
+            self.supervisor.send(AskTimelines(number, request_ids))
             return await asyncio.wait_for(answer, _TIMELINE_TIMEOUT_S)
         except (WorkerError, TimeoutError) as error:
             logger.warning("the engine sent no timelines: %s", error or f"no answer within {_TIMELINE_TIMEOUT_S} s")
@@ -307,10 +307,10 @@ class EngineClient:
         """Handle a message of the engine."""
         if isinstance(message, StepOutputs):
             self._notify(self.on_step, message)  # first: a reader may end once it has its last delta
-            if self._undelivered:  # delivery is scheduled but late: merge deltas for the same reader
-                self._undelivered = _merge(self._undelivered, message.deltas)
+            if self.undelivered:  # delivery is scheduled but late: merge deltas for the same reader
+                self.undelivered = _merge(self.undelivered, message.deltas)
             else:
-                self._undelivered.extend(message.deltas)
+                self.undelivered.extend(message.deltas)
                 self._deliver_some()
         elif isinstance(message, KvReport):
             self._notify(self.on_kv, message)
@@ -341,9 +341,9 @@ class EngineClient:
     def on_engine_end(self, reason: str) -> None:
         """End every request, since the engine's state is lost."""
         self._deliver_some(is_all=True)
-        self._aborts.clear()
+        self.aborts.clear()
         self.sleep_level = None
-        self._fail(self._subscriptions, _engine_error(reason))
+        self._fail(self.subscriptions, _engine_error(reason))
         for answer in self._sleep_answers.values():
             if not answer.done():
                 answer.set_exception(_engine_error(reason))
@@ -351,13 +351,13 @@ class EngineClient:
     def on_lost_outputs(self) -> None:
         """End every request, since any of them may lack a part of its output."""
         self._deliver_some(is_all=True)
-        for request_id in list(self._subscriptions):
+        for request_id in list(self.subscriptions):
             self._send_abort(request_id)
-        self._fail(self._subscriptions, _engine_error("outputs were lost"))
+        self._fail(self.subscriptions, _engine_error("outputs were lost"))
 
     def on_tick(self, now: float) -> None:
         """End the requests whose readers are too slow."""
-        slow = [name for name, subscription in self._subscriptions.items() if subscription.is_slow(now)]
+        slow = [name for name, subscription in self.subscriptions.items() if subscription.is_slow(now)]
         for request_id in slow:
             logger.warning("request %s is aborted: its reader is too slow", request_id)
             self._send_abort(request_id)
@@ -371,24 +371,24 @@ class EngineClient:
         """
         now, num_delivered, num_ends = time.monotonic(), 0, 0
         try:
-            while self._undelivered and (is_all or (num_delivered < _DELTAS_PER_TURN and num_ends < _ENDS_PER_TURN)):
-                delta = self._undelivered.popleft()
+            while self.undelivered and (is_all or (num_delivered < _DELTAS_PER_TURN and num_ends < _ENDS_PER_TURN)):
+                delta = self.undelivered.popleft()
                 num_delivered += 1
                 num_ends += delta.finished
                 self._deliver(delta, now)
         except Exception:  # a bug here must not leave readers waiting
             logger.exception("outputs could not be delivered")
-            self._undelivered.clear()
+            self.undelivered.clear()
             self.on_lost_outputs()
-        if self._undelivered:
+        if self.undelivered:
             asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _deliver(self, delta: RequestDelta, now: float) -> None:
         request_id = delta.request_id
-        subscription = self._subscriptions.get(request_id)
+        subscription = self.subscriptions.get(request_id)
         if delta.finished:
-            self._aborts.pop(request_id, None)
-            if self._subscriptions.pop(request_id, None) is not None:
+            self.aborts.pop(request_id, None)
+            if self.subscriptions.pop(request_id, None) is not None:
                 for listener in self.on_end:
                     listener(request_id, True)
         if subscription is not None:
@@ -397,40 +397,40 @@ class EngineClient:
     def _check_commands(self, beat: Heartbeat, now: float) -> None:
         """Find commands that were sent long ago and did not arrive, if no later command reveals the gap."""
         # The engine's messages about the commands that it counts were sent before the heartbeat.
-        self._aborts = {name: sequence for name, sequence in self._aborts.items() if sequence >= beat.num_commands}
+        self.aborts = {name: sequence for name, sequence in self.aborts.items() if sequence >= beat.num_commands}
         num_sent, by_s = self._checkpoint
         if beat.time_s < by_s + _COMMAND_TIMEOUT_S:
             return
         if beat.num_commands < num_sent:
             self._on_lost_commands(beat.num_commands, num_sent - 1)
-        self._checkpoint = (self._supervisor.num_sent, now)
+        self._checkpoint = (self.supervisor.num_sent, now)
 
     def _on_lost_commands(self, first: int, last: int) -> None:
         logger.error("the commands %d to %d did not reach the engine", first, last)
-        lost = [name for name, found in self._subscriptions.items() if first <= found.sequence <= last]
+        lost = [name for name, found in self.subscriptions.items() if first <= found.sequence <= last]
         for request_id in lost:
-            self._aborts.pop(request_id, None)
+            self.aborts.pop(request_id, None)
         self._fail(lost, _engine_error("the request was lost"))
-        for request_id in [name for name, sequence in self._aborts.items() if first <= sequence <= last]:
+        for request_id in [name for name, sequence in self.aborts.items() if first <= sequence <= last]:
             self._send_abort(request_id)
         if self._watch_hz > 0:
             self._send_watch()
 
     def _fail(self, request_ids: Iterable[str], error: ApiError) -> None:
         for request_id in list(request_ids):
-            self._subscriptions.pop(request_id).fail(error)
+            self.subscriptions.pop(request_id).fail(error)
             for listener in self.on_end:
                 listener(request_id, False)
 
     def _send_abort(self, request_id: str) -> None:
         try:
-            self._aborts[request_id] = self._supervisor.send(Abort([request_id]))
+            self.aborts[request_id] = self.supervisor.send(Abort([request_id]))
         except WorkerError as error:
             logger.warning("request %s could not be aborted: %s", request_id, error)  # the request ends when the engine ends
 
     def _send_watch(self) -> None:
         try:
-            self._supervisor.send(Watch(self._watch_hz))
+            self.supervisor.send(Watch(self._watch_hz))
         except WorkerError as error:
             logger.warning("the live view could not be switched: %s", error)
 

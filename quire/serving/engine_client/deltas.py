@@ -31,7 +31,7 @@ class DeltaWriter:
             has_metrics = True
         return RequestDelta(
             request_id,
-            [_choice(choice) for choice in output.outputs],
+            [choice_delta(choice) for choice in output.outputs],
             output.finished,
             output.metrics if has_metrics else None,
             None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs],
@@ -56,7 +56,8 @@ class DeltaWriter:
         self._without_tokens.discard(request_id)
 
 
-def _choice(choice: CompletionOutput) -> ChoiceDelta:
+def choice_delta(choice: CompletionOutput) -> ChoiceDelta:
+    """Return a choice of an output as the message that is sent."""
     return ChoiceDelta(
         choice.index,
         choice.text,

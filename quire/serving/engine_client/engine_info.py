@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.contracts.kv_spec import KvSpec
@@ -65,10 +64,8 @@ def _attention_kinds(spec: ModelSpec, kv: KvSpec, windows: Sequence[int | None])
     for window in windows:
         places = [place for place, layer in enumerate(spec.layers) if layer.attention.window == window]
         # The shapes of compressed entries of all layers follow those of all layers.
-        shapes = [
-            kv.layer_shapes[first + place] for first in range(0, len(kv.layer_shapes), len(spec.layers)) for place in places
-        ]
-        cached = replace(kv, layer_shapes=tuple(shapes))
+        caches = [first + place for first in range(0, len(kv.layer_shapes), len(spec.layers)) for place in places]
+        num_bytes = sum(map(kv.layer_bytes_per_token, caches))
         heads = [spec.layers[place].attention for place in places]
-        found.append(AttentionKind(window, cached.bytes_per_token, sum(one.num_heads * one.head_dim for one in heads)))
+        found.append(AttentionKind(window, num_bytes, sum(one.num_heads * one.head_dim for one in heads)))
     return found

@@ -136,7 +136,7 @@ class EngineLoop:
 
     def _send_kv_report(self, now: float, interval_s: float) -> None:
         try:
-            self._port.send(self._kv_report(now))
+            self._port.send(self.kv_report(now))
         except MessageError:
             logger.exception("the KV blocks are not reported any more")
             self._watch_interval_s = None
@@ -352,9 +352,11 @@ class EngineLoop:
             total_stage_busy_s=[] if stages is None else list(stages.busy_s),
             total_active_s=0.0 if stages is None else stages.active_s,
             total_evicted_blocks=scheduler.num_evicted_blocks,
+            total_runs=scheduler.run_counts,
         )
 
-    def _kv_report(self, now: float) -> KvReport:
+    def kv_report(self, now: float) -> KvReport:
+        """Return the blocks of the KV pool: those of each running request, and the cached ones."""
         scheduler = self._engine.scheduler
         blocks: dict[str, list[int]] = {}
         for sequence in scheduler.running:

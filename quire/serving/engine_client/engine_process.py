@@ -107,8 +107,8 @@ class EngineProcess:
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
         session = secrets.token_bytes(SESSION_BYTES)
-        self._writer = FrameWriter(session)
-        self._reader: FrameReader[FromEngine] = FrameReader(session, FromEngine)
+        self.writer = FrameWriter(session)
+        self.reader: FrameReader[FromEngine] = FrameReader(session, FromEngine)
         self._is_closed = False
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # with mode 0700
         self._context = zmq.Context()
@@ -152,13 +152,13 @@ class EngineProcess:
     @property
     def num_sent(self) -> int:
         """The number of commands sent, which is the next sequence number."""
-        return self._writer.num_sent
+        return self.writer.num_sent
 
     def send(self, message: msgspec.Struct) -> int:
         """Send a command and return its sequence number. Raises MessageError, and WorkerError if the process does not receive
         it."""
-        sequence = self._writer.num_sent
-        frame = self._writer.write(message)
+        sequence = self.writer.num_sent
+        frame = self.writer.write(message)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -173,7 +173,7 @@ class EngineProcess:
         for _ in range(_MAX_FRAMES_AT_ONCE):
             if self._is_closed or not is_readable(self._socket):
                 return
-            self._on_frame(self._reader.read(self._socket.recv(zmq.NOBLOCK)))
+            self._on_frame(self.reader.read(self._socket.recv(zmq.NOBLOCK)))
         self._loop.call_soon(self.drain)
 
     def seal(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from quire.base.errors import ConfigError
-from quire.base.logging import get_logger
+from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.block_keys import root_key
 
 logger = get_logger(__name__)
@@ -191,7 +191,7 @@ class KvEventPublisher:
         self._options = options
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT_BATCHES)
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT_BATCHES)
         self._lock = threading.Lock()
         self._next = 0
         self._context = zmq.Context()
@@ -238,18 +238,21 @@ class KvEventPublisher:
         payload = self._encoder.encode(batch)
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._kept.append((number, payload))
+            self.kept.append((number, payload))
         # A PUB socket drops what a slow subscriber does not take; its numbers then have a gap, and it asks for a replay.
         self._socket.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     def _serve_replays(self) -> None:
+        errors = UnexpectedErrors(logger)
         while not self._stopping.is_set():
-            if not self._replay.poll(_POLL_MS):
-                continue
             try:
-                self._answer(self._replay.recv_multipart())
+                if self._replay.poll(_POLL_MS):
+                    self._answer(self._replay.recv_multipart())
             except zmq.ZMQError as error:
                 logger.warning("a replay of KV events failed: %s", error)
+                self._stopping.wait(_POLL_MS / 1000)
+            except Exception as error:  # noqa: BLE001 - whoever asked for it asks again
+                errors.note("a replay of KV events", error)
 
     def _answer(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != 8:
@@ -257,7 +260,7 @@ class KvEventPublisher:
             return
         client, _, start = frames
         with self._lock:
-            kept = [one for one in self._kept if one[0] >= int.from_bytes(start, "big")]
+            kept = [one for one in self.kept if one[0] >= int.from_bytes(start, "big")]
         for number, payload in kept:
             self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
         self._replay.send_multipart([client, b"", END_OF_REPLAY, b""])

@@ -462,6 +462,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parts               the first MAX_STEP_PARTS parts, and all prefill parts
     total_drafts        number of verified drafts; total_accepted_per_pos: accepted tokens by position in the draft
     total_evicted_blocks KV blocks that kv_compression has evicted
+    total_runs          runs of keys that it might have skipped by bounds, and those that it has
     total_stage_busy_s  seconds in which each pipeline stage computed, of the total_active_s in which steps were in flight
     """
 
@@ -485,6 +486,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total_stage_busy_s: list[float] = []
     total_active_s: float = 0.0
     total_evicted_blocks: int = 0
+    total_runs: tuple[int, int] = (0, 0)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):

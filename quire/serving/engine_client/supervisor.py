@@ -31,7 +31,7 @@ EngineState = Literal["starting", "ready", "sleeping", "restarting", "failed", "
 last_error."""
 
 _TICK_S = 0.1
-_LAST_WORDS_S = 0.25
+_FAILED_MESSAGE_S = 0.25
 _CONFIG_ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFormatError, UnsupportedError)
 }
@@ -123,7 +123,7 @@ class Supervisor:
         self._options = options
         self._events = events
         self._policy = RestartPolicy(options.max_restarts, options.restart_window_s, options.first_delay_s, options.max_delay_s)
-        self._engine: EngineProcess | None = None
+        self.engine: EngineProcess | None = None
         self._watchdog: Watchdog | None = None
         self._start_deadline_s = 0.0
         self._failed: Failed | None = None
@@ -138,12 +138,12 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """The id of the engine's process, if there is one."""
-        return None if self._engine is None else self._engine.pid
+        return None if self.engine is None else self.engine.pid
 
     @property
     def num_sent(self) -> int:
         """Commands sent to this process."""
-        return 0 if self._engine is None else self._engine.num_sent
+        return 0 if self.engine is None else self.engine.num_sent
 
     @property
     def silence_s(self) -> float:
@@ -164,9 +164,9 @@ class Supervisor:
 
     def send(self, message: msgspec.Struct) -> int:
         """Send a command to a ready engine and return its number. Raises MessageError and WorkerError."""
-        if self._engine is None or self.state != "ready":
+        if self.engine is None or self.state != "ready":
             raise WorkerError(f"the engine is {self.state}")
-        return self._engine.send(message)
+        return self.engine.send(message)
 
     def expect_silence(self, is_expected: bool) -> None:
         """Set whether the engine may be silent for up to start_timeout_s from now on, because it loads or frees memory."""
@@ -174,9 +174,9 @@ class Supervisor:
 
     async def close(self) -> None:
         """Stop the engine, killing it after stop_timeout_s, without a restart. May be called again."""
-        if self.state == "ready" and self._engine is not None:
+        if self.state == "ready" and self.engine is not None:
             try:
-                self._engine.send(Stop())
+                self.engine.send(Stop())
                 self._grace_s = self._options.stop_timeout_s
             except WorkerError as error:
                 logger.warning("the engine is killed: %s", error)
@@ -217,18 +217,18 @@ class Supervisor:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)
         except (OSError, zmq.ZMQError) as error:
             return _End("it could not be started", f"the engine's process could not be started: {error}")
-        self._engine = engine
+        self.engine = engine
         try:
             while (end := self._find_end(engine)) is None:
                 await asyncio.sleep(_TICK_S)
                 engine.drain()
                 self._events.on_tick(time.monotonic())
             if self._failed is None and engine.has_exited:
-                end = await self._hear_last_words(engine, end)
+                end = await self._wait_failed_message(engine, end)
             self._note_end(end)
             return end
         finally:
-            self._engine = self._watchdog = None
+            self.engine = self._watchdog = None
             await engine.close(self._grace_s)
 
     def _find_end(self, engine: EngineProcess) -> _End | None:
@@ -250,9 +250,9 @@ class Supervisor:
         problem = self._watchdog.problem(now)
         return None if problem is None else _End("it did not answer", f"the engine hangs: {problem}")
 
-    async def _hear_last_words(self, engine: EngineProcess, end: _End) -> _End:
+    async def _wait_failed_message(self, engine: EngineProcess, end: _End) -> _End:
         """Wait briefly for the Failed message that a process sent before it ended; it says more than the exit status."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        deadline_s = time.monotonic() + _FAILED_MESSAGE_S
         while self._failed is None and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
             engine.drain()
@@ -313,12 +313,12 @@ class Supervisor:
         if received.lost is not None:
             self._events.on_lost_outputs()
         message, now = received.message, time.monotonic()
-        if message is None or self._engine is None:
+        if message is None or self.engine is None:
             return
         if self._watchdog is not None:
             self._watchdog.note(message, now)
         if isinstance(message, Hello):
-            self._engine.seal()
+            self.engine.seal()
             if message.protocol_version != PROTOCOL_VERSION:
                 text = f"the engine speaks version {message.protocol_version} of the link, the server {PROTOCOL_VERSION}"
                 self._failed = Failed("ConfigError", text, is_config=True)

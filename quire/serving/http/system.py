@@ -58,6 +58,7 @@ class Health(msgspec.Struct):
                 here without one, by the reason
     transfer_problems  of decode servers: why the last transfer from a prefill server failed, by its address; omitted for
                 callers without access
+    tier_problems  what is wrong with the other KV tiers, whose pages are computed meanwhile; omitted for callers without access
     """
 
     status: Literal["ok", "unhealthy"]
@@ -69,6 +70,7 @@ class Health(msgspec.Struct):
     replicas: list[ReplicaHealth] | msgspec.UnsetType = msgspec.UNSET
     transfers: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     transfer_problems: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    tier_problems: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Readiness(msgspec.Struct, omit_defaults=True):
@@ -187,7 +189,7 @@ async def health(parts: SystemParts, call: Call) -> Answer:
     may_know = parts.authenticator.knows(call.request.headers)
     if len(client.replicas) > 1:
         body.replicas = [_replica_health(number, one, may_know) for number, one in enumerate(client.replicas)]
-    _describe_transfers(body, [tier for replica in client.replicas for tier in replica.tiers], may_know)
+    _describe_tiers(body, [tier for replica in client.replicas for tier in replica.tiers], may_know)
     if may_know:
         error = state.failure or client.last_error
         shown = None if error is None else show_error(error)
@@ -198,15 +200,21 @@ async def health(parts: SystemParts, call: Call) -> Answer:
     return _json(body, 200 if is_alive else 503)
 
 
-def _describe_transfers(body: Health, tiers: list[TierStats], may_know: bool) -> None:
-    transfers, problems = Counter[str](), dict[str, str]()
+def _describe_tiers(body: Health, tiers: list[TierStats], may_know: bool) -> None:
+    transfers, of_peers, of_tiers = Counter[str](), dict[str, str](), dict[str, str]()
     for tier in tiers:
         transfers.update(tier.outcomes)
-        problems.update(tier.problems)
+        for name, problem in tier.problems.items():
+            if tier.tier == "peer":
+                of_peers[name] = show_error(problem)
+            else:
+                of_tiers[f"{tier.tier} {name}"] = show_error(problem)
     if transfers:
         body.transfers = dict(transfers)
-    if problems and may_know:
-        body.transfer_problems = {address: show_error(problem) for address, problem in problems.items()}
+    if of_peers and may_know:
+        body.transfer_problems = of_peers
+    if of_tiers and may_know:
+        body.tier_problems = of_tiers
 
 
 def _replica_health(number: int, replica: EngineClient, may_know: bool) -> ReplicaHealth:

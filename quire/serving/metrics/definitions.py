@@ -140,6 +140,10 @@ class Definitions:
         )
         self.preemptions = counter("num_preemptions", "Number of preempted sequences.")
         self.evicted_blocks = counter("kv_compression_evicted_blocks", "KV blocks that kv_compression of requests has evicted.")
+        self.looked_runs = counter(
+            "kv_compression_runs", "Runs of 16 keys of a kv head that the method bounds has looked at, on the first rank."
+        )
+        self.skipped_runs = counter("kv_compression_skipped_runs", "Those of them that were not read.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
         self.drafts = counter("spec_decode_num_drafts", "Number of verified drafts of sequences.")
@@ -321,6 +325,7 @@ class Definitions:
             ("num_damaged", "kv_tier_damaged_pages", "Pages that were found with other bytes than their checksum says."),
             ("num_declined", "kv_tier_declined_requests", "Requests whose pages were slower to load than to compute."),
             ("num_late", "kv_tier_late_requests", "Requests that went on before all their pages were read."),
+            ("num_errors", "kv_tier_errors", "Unexpected errors in a KV tier, without which its requests went on."),
         )
         self.kv_transfers = self._engine_counter(
             "kv_transfers",

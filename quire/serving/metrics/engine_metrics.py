@@ -121,8 +121,9 @@ class EngineMetrics:
     def _take_totals(self, report: StepReport) -> None:
         defined, accepted, labels = self._defined, report.total_accepted_per_pos, self._labels
         totals = [report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits]
-        totals.append(report.total_evicted_blocks)
+        totals += [report.total_evicted_blocks, *report.total_runs]
         families = [defined.preemptions, defined.prefix_queries, defined.prefix_hits, defined.evicted_blocks]
+        families += [defined.looked_runs, defined.skipped_runs]
         if report.total_drafts:
             totals += [report.total_drafts, report.total_draft_tokens, sum(accepted)]
             families += [defined.drafts, defined.draft_tokens, defined.accepted_tokens]

@@ -16,8 +16,8 @@ async def list_models(context: ServerContext, call: Call) -> Answer:
     """List the names of the model."""
     served = context.model
     names = [name for name in served.names if name != WILDCARD] or [served.name]
-    cards = [_card(served, name) for name in names]
-    cards += [_card(adapted, adapted.name, parent=names[0]) for adapted in context.adapters.models]
+    cards = [_model_card(served, name) for name in names]
+    cards += [_model_card(adapted, adapted.name, parent=names[0]) for adapted in context.adapters.models]
     return Ready(encode_json(ModelList("list", cards, cards[0].id, cards[-1].id, has_more=False)))
 
 
@@ -25,10 +25,10 @@ async def get_model(context: ServerContext, call: Call) -> Answer:
     """Describe one of them."""
     name = call.path_params["model"]
     found = context.check_model(name)
-    return Ready(encode_json(_card(found, name, parent=None if found.lora is None else context.model.name)))
+    return Ready(encode_json(_model_card(found, name, parent=None if found.lora is None else context.model.name)))
 
 
-def _card(served: ServedModel, name: str, parent: str | None = None) -> ModelCard:
+def _model_card(served: ServedModel, name: str, parent: str | None = None) -> ModelCard:
     return ModelCard(
         id=name,
         object="model",

@@ -78,7 +78,7 @@ async def rerank(context: ServerContext, body: RerankRequest, caller: Caller) ->
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """The requests behind the scores. `pairs` has the indexes of the two embeddings of each pair, None for a classifier."""
+    """The requests of the scores. `pairs` has the indexes of the two embeddings of each pair, None for a classifier."""
 
     requests: PooledRequests
     pairs: Sequence[tuple[int, int]] | None

@@ -56,15 +56,15 @@ class EngineFeed:
         self._engine = engine
         self._view = view
         self._tick_s = tick_s
-        self._viewers: list[_Viewer] = []
+        self.viewers: list[_Viewer] = []
         self._marks = {FAST_HZ: Mark(), SLOW_HZ: Mark()}
         self._num_ticks = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
 
     @property
     def num_viewers(self) -> int:
         """The number of viewers."""
-        return len(self._viewers)
+        return len(self.viewers)
 
     async def frames(self, hz: int, is_admin: bool, after_step: int = -1) -> AsyncIterator[bytes]:
         """Yield a snapshot, then changes, at most hz times a second. Raises ApiError 503 if there are too many viewers.
@@ -95,12 +95,12 @@ class EngineFeed:
             if hz == FAST_HZ or not self._has(FAST_HZ) or self._num_ticks % FAST_HZ == 0:
                 self._publish(hz)
         if self._view.is_idle:  # an open stream would delay the server's shutdown
-            for viewer in self._viewers:
+            for viewer in self.viewers:
                 viewer.is_over = True
                 viewer.news.set()
 
     def _publish(self, hz: int) -> None:
-        viewers = [viewer for viewer in self._viewers if viewer.hz == hz]
+        viewers = [viewer for viewer in self.viewers if viewer.hz == hz]
         since, mark = self._marks[hz], self._view.mark()
         encoded: dict[bool, bytes] = {}
         for is_admin in {viewer.is_admin for viewer in viewers}:
@@ -118,7 +118,7 @@ class EngineFeed:
         return _event(b"snapshot", viewer.told_step, frame)
 
     def _join(self, hz: int, is_admin: bool, after_step: int) -> _Viewer:
-        if len(self._viewers) >= MAX_VIEWERS:
+        if len(self.viewers) >= MAX_VIEWERS:
             raise ApiError(
                 503,
                 f"{MAX_VIEWERS} viewers watch the engine already; try again later",
@@ -126,36 +126,36 @@ class EngineFeed:
                 retry_after_s=10.0,
             )
         viewer = _Viewer(hz, is_admin, after_step)
-        if not self._viewers:
+        if not self.viewers:
             self._view.start()
         if not self._has(hz):
             self._marks[hz] = self._view.mark()
-        self._viewers.append(viewer)
+        self.viewers.append(viewer)
         self._set_rate()
         return viewer
 
     def _leave(self, viewer: _Viewer) -> None:
-        self._viewers.remove(viewer)
-        if not self._viewers:
+        self.viewers.remove(viewer)
+        if not self.viewers:
             self._view.stop()
         self._set_rate()
 
     def _has(self, hz: int) -> bool:
-        return any(viewer.hz == hz for viewer in self._viewers)
+        return any(viewer.hz == hz for viewer in self.viewers)
 
     def _set_rate(self) -> None:
         """Set the rate of the engine's reports and of the timer to that of the fastest viewer."""
-        hz = max((viewer.hz for viewer in self._viewers), default=0)
+        hz = max((viewer.hz for viewer in self.viewers), default=0)
         self._engine.watch(hz)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
         if hz:
             self._schedule()
 
     def _schedule(self) -> None:
         delay_s = self._tick_s if self._has(FAST_HZ) else self._tick_s * FAST_HZ
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        self.timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._schedule()

@@ -64,7 +64,7 @@ class ResponseRoutes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeper:
+class _ResponseSaver:
     """Stores one response when it has ended, and appends it to its conversation.
 
     store            None: neither
@@ -128,7 +128,7 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
     custom_tools = frozenset(tool.name or "" for tool in body.shown_tools if tool.is_custom)
     machine = ResponseMachine(response, logprobs, custom_tools=custom_tools)
-    keeper = _Keeper(store, owner, items, is_kept, body.conversation_id)
+    keeper = _ResponseSaver(store, owner, items, is_kept, body.conversation_id)
     response.background = bool(body.background)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.background:
@@ -151,7 +151,7 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
 
 
 async def _begin_in_background(
-    routes: ResponseRoutes, jobs: Jobs, machine: ResponseMachine, response: Response, keeper: _Keeper
+    routes: ResponseRoutes, jobs: Jobs, machine: ResponseMachine, response: Response, keeper: _ResponseSaver
 ) -> bytes:
     """Store a response as queued and begin to make it; return it. Raises ApiError."""
     await keeper.keep(response, encode_json(msgspec.structs.replace(response, status="queued")))
@@ -201,7 +201,7 @@ def _frame_of(events: Sequence[Event]) -> bytes:
 
 
 async def _frames(
-    gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, direct_sink: DirectSink
+    gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _ResponseSaver, direct_sink: DirectSink
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a response. It is stored before the last event, because clients may continue it at once.
 

@@ -191,7 +191,7 @@ class ResponseMachine:
             item.pieces.append(event.text)
             found.append(ReasoningPiece(self._next(), item.id, item.index, 0, event.text))
         elif isinstance(event, ToolCallArguments):
-            self._argue(event.text, found)
+            self._add_arguments(event.text, found)
         elif isinstance(event, ToolCallStart):
             is_custom = event.name in self._custom_tools
             self._begin(_OpenItem(self._new_id("ctc_" if is_custom else "fc_"), call=event, is_custom=is_custom), found)
@@ -217,7 +217,7 @@ class ResponseMachine:
         # Encoded once, because up to five events and the stored response contain them.
         return encoded(self._logprobs.chat(positions).content) if self._logprobs is not None and positions else []
 
-    def _argue(self, text: str, found: list[Event]) -> None:
+    def _add_arguments(self, text: str, found: list[Event]) -> None:
         item = self._open
         if item is not None and item.call is not None:
             item.pieces.append(text)

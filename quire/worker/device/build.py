@@ -31,6 +31,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
+from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -176,6 +177,8 @@ def _start_ranks(
     workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.slots_file >= 0 and isinstance(workers, RemoteWorkers):
+            raise ConfigError("the KV tiers and roles need all ranks on one host, but these are on several: leave them out")
         if told.options:
             workers.startup.stage("comparing ranks")
             check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
@@ -188,6 +191,7 @@ def _start_ranks(
         assert isinstance(built.executor, LeaderGpuExecutor)
         if group.placements is not None:
             built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
+            built.executor.save_pairs(config.save_expert_load)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
@@ -227,14 +231,14 @@ def build_rank(
     slab   see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
-    _choose_tiles(config, device)
+    choose_tiles(config, device)
     memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
-        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
+        compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         decoder = _load_decoder(config, report, device, parameters, group)
         stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
         if group is not None:
@@ -245,7 +249,7 @@ def build_rank(
         own = _Measured(stepper, sizes, drafter, group, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
-        _give_memory(config, report, plan, own, device, group, slab)
+        _allocate_pools(config, report, plan, own, device, group, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -276,7 +280,7 @@ def _load_decoder(
     is_packed = any(PACKED in kv_dtypes(kv.dtype_of(layer)) for layer in range(len(kv.layer_shapes)))
     logger.info("%s%s", decoder.fusion, "; but those with keys or values of four bits are not" if is_packed else "")
     if counts_experts(config):
-        decoder.watch_experts(config.lossy_routing)
+        decoder.watch_experts(config.lossy_routing, config.save_expert_load is not None and stage is None)
     return decoder
 
 
@@ -317,7 +321,7 @@ def _agreed_plan(plan: MemoryPlan, report: ModelReport, decoder: DeviceDecoder, 
     return replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks), num_window_blocks=group.least(plan.num_window_blocks))
 
 
-def _give_memory(
+def _allocate_pools(
     config: EngineConfig,
     report: ModelReport,
     plan: MemoryPlan,
@@ -326,7 +330,7 @@ def _give_memory(
     group: GpuGroup | None,
     slab: HostSlab | None,
 ) -> None:
-    """Give the executor and what drafts their KV pools and, if there is one, the host tier."""
+    """Allocate the KV pools of the executor and the drafter, and the host tier, if there is one."""
     num_blocks = plan.num_local_blocks + num_spare_blocks(config)
     pool = DeviceKvPool(report.memory.kv, num_blocks, device, plan.num_states, plan.num_window_blocks)
     own.stepper.give_pool(pool, plan.num_states, plan.num_state_checkpoints)
@@ -348,7 +352,7 @@ def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
     return device_weight_bytes(config, report.spec, report.parameters, report.folder)
 
 
-def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
+def choose_tiles(config: EngineConfig, device: torch.device) -> None:
     """Make a device the current one, and choose its tiles. Raises ConfigError for a device that cannot be used so."""
     if device.type != "cuda" and not INTERPRETED:
         raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
@@ -383,12 +387,12 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
-        drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
+        drafting is None and fits_tables(max_model_len),  # after drafts the host applies processors
         config.pipeline_parallel_size,
     )
 
 
-def _compile_ahead(
+def compile_ahead(
     device: torch.device,
     config: EngineConfig,
     report: ModelReport,
@@ -397,21 +401,21 @@ def _compile_ahead(
     group: GpuGroup | None,
 ) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
-    if device.type != "cuda" or config.decode_context_parallel_size > 1:
-        return None  # what the largest step does not launch, such as decode steps, is compiled by the first step that does
+    if device.type != "cuda":
+        return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
-    has_homes = config.enable_dp_attention
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies, has_homes=has_homes)
+    of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
+    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
     return Precompilation(order, parameters)
 
 
 class _Measured(NamedTuple):
-    """What takes memory beside the KV pool: the model's steps, and what drafts."""
+    """What takes memory in addition to the KV pool: the model's steps, and the drafter."""
 
     stepper: GpuStepExecutor
     sizes: StepSizes

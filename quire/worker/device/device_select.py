@@ -87,7 +87,7 @@ def _find_device(name: str) -> torch.device | None:
     if not has_triton:
         raise ConfigError(f"device is {name!r}, but Triton is not installed: pip install 'quire[gpu]', or choose 'cpu'")
     device = _nth_device(name, int(name.partition(":")[2] or torch.cuda.current_device()))
-    lack = _what_it_lacks(device)
+    lack = _unsupported_reason(device)
     if lack is not None:
         raise ConfigError(f"{lack}; choose 'auto' or 'cpu'")
     return device
@@ -96,14 +96,14 @@ def _find_device(name: str) -> torch.device | None:
 def _find_own_device(has_triton: bool) -> torch.device | None:
     """Return torch's current CUDA device, or None, with a line of the log that says why, where it cannot be used."""
     device = torch.device("cuda", torch.cuda.current_device())
-    lack = _what_it_lacks(device) if has_triton else "there is a GPU, but not Triton (pip install 'quire[gpu]')"
+    lack = _unsupported_reason(device) if has_triton else "there is a GPU, but not Triton (pip install 'quire[gpu]')"
     if lack is not None:
         logger.warning("%s: the CPU runs the model", lack)
         return None
     return device
 
 
-def _what_it_lacks(device: torch.device) -> str | None:
+def _unsupported_reason(device: torch.device) -> str | None:
     """Return why the kernels do not run on a CUDA device, None where they do."""
     title = f"{device} ({torch.cuda.get_device_name(device)})"
     if torch.version.hip is not None:
@@ -208,6 +208,6 @@ def check_rank_devices(config: EngineConfig, device: str, num_here: int | None =
             "CUDA_VISIBLE_DEVICES"
         )
     for rank in range(size):
-        lack = _what_it_lacks(torch.device("cuda", rank))
+        lack = _unsupported_reason(torch.device("cuda", rank))
         if lack is not None:
             raise ConfigError(f"{what}, and rank {rank} cannot run on cuda:{rank}: {lack}")

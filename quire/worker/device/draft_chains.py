@@ -69,7 +69,7 @@ class DeviceChains:
     def __init__(
         self, decoder: DeviceDecoder | DeviceHead, executor: GpuStepExecutor, kv: DraftCache, sizes: StepSizes
     ) -> None:
-        self._decoder, self._executor, self._sizes, self.kv = decoder, executor, sizes, kv
+        self.decoder, self.executor, self.sizes, self.kv = decoder, executor, sizes, kv
         width = -(-sizes.max_model_len // kv.spec.block_size)
         self._tables = np.full((sizes.max_num_seqs, width), -1, np.int64)  # as they stand on the device
         self._rows: list[SamplingRow | None] = [None] * sizes.max_num_seqs
@@ -79,16 +79,16 @@ class DeviceChains:
         found: list[list[int]] = []
         for first, last in self._groups(order.runs.starts):
             starts = order.runs.starts[first], order.runs.starts[last]
-            if isinstance(self._decoder, DeviceHead):
+            if isinstance(self.decoder, DeviceHead):
                 if features is None:
                     raise InvariantError("a head drafts from features, and got none")
-                self._decoder.inputs[: starts[1] - starts[0]].copy_(features[starts[0] : starts[1]])
+                self.decoder.inputs[: starts[1] - starts[0]].copy_(features[starts[0] : starts[1]])
             found += self._draft_group(_Group(order, first, last, self.kv.spec.block_size), order.least_share)
         return found
 
     def _groups(self, starts: list[int]) -> Iterator[tuple[int, int]]:
         """Yield runs of sequences that one step can hold, one after the other; mostly all at once."""
-        first, (most_sequences, most_tokens) = 0, self._sizes[:2]
+        first, (most_sequences, most_tokens) = 0, self.sizes[:2]
         for index in range(1, len(starts)):
             if index - first > most_sequences or starts[index] - starts[first] > most_tokens:
                 yield first, index - 1
@@ -96,8 +96,8 @@ class DeviceChains:
         yield first, len(starts) - 1
 
     def _draft_group(self, group: _Group, least_share: float) -> list[list[int]]:
-        """Launch the known tokens and then level by level, with the host at most NUM_READBACKS levels behind."""
-        executor, count = self._executor, len(group.counts)
+        """Launch the known tokens and then level by level, with at most NUM_READBACKS levels not read by the host."""
+        executor, count = self.executor, len(group.counts)
         for slot, row in enumerate(group.rows):
             if self._rows[slot] is not row:
                 executor.sampling_table.set(slot, SlotSampling.of(row))
@@ -187,7 +187,7 @@ class _Group:
         self.blocks = [table[a:b] for table, a, b in zip(self._tables, firsts, lasts, strict=True)]
 
     def step(self, level: int) -> HostStep:
-        """Return the step of the known tokens, or behind them that of the draft `level`, of all that have one more."""
+        """Return the step of the known tokens (level 0), or of the drafts of a level, of all sequences that have one more."""
         batch_slots = np.arange(len(self.counts), dtype=np.int32)
         drawn = self._first_drawn + level
         if level == 0:

@@ -1,7 +1,7 @@
-"""What drafts on a device with weights of its own: loaded beside the model, counted in its memory, and then given a cache.
+"""Drafters: draft models and draft heads on a device. They are loaded with the model and counted in its memory plan.
 
-Its weights and buffers are there before memory is measured, and so counted with the model's; its cache has as many blocks as
-the model's, so that a block takes so much more; and its largest step is measured as the model's is.
+Weights and buffers are allocated before memory is measured; the cache has as many blocks as the model's, which adds to the
+bytes of a block; the largest step is measured as the model's is.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def load_drafter(target: DraftedModel) -> Drafter | None:
     return None
 
 
-class _Stepping(Drafter):
-    """A drafter with steps, and a cache, which at first has one block."""
+class _StepDrafter(Drafter):
+    """A drafter that runs steps over a KV cache, which has one block at first."""
 
     def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
         self._decoder, self._sizes = decoder, sizes
@@ -141,7 +141,7 @@ class _Stepping(Drafter):
         logger.info("drafts (%s) have a KV cache of %s under the model's blocks", self.method, format_bytes(num_bytes))
 
 
-class _DraftModel(_Stepping):
+class _DraftModel(_StepDrafter):
     method = "draft_model"
 
     def __init__(self, target: DraftedModel) -> None:
@@ -152,7 +152,7 @@ class _DraftModel(_Stepping):
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
         order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
-        _compile(device, order, parameters)
+        compile_ahead(device, order, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
         super().__init__(decoder, kv, sizes, target)
@@ -164,7 +164,7 @@ class _DraftModel(_Stepping):
         return DraftModelProposer(self._chains, self._max_len, self._p_min, most)
 
 
-class _Head(_Stepping):
+class _Head(_StepDrafter):
     def __init__(self, method: str, target: DraftedModel) -> None:
         drafting, report, decoder = target.drafting, target.report, target.decoder
         _, head = find_layer_head(drafting, method, report)
@@ -179,28 +179,28 @@ class _Head(_Stepping):
         # A pass of trees has logits of all tokens that a level has, of all sequences.
         self._most_rows = sizes.max_num_seqs * drafting.top_k
         most_rows = max(sizes.max_num_batched_tokens, self._most_rows)
-        self._model = DeviceHead(head, decoder, self._max_len, most_rows, _whole_vocabulary(target, head))
-        super().__init__(self._model, kv, sizes, target)
-        self._chains = HeadChains(self._model, self._executor, self._cache, sizes)
+        self.model = DeviceHead(head, decoder, self._max_len, most_rows, _whole_vocabulary(target, head))
+        super().__init__(self.model, kv, sizes, target)
+        self._chains = HeadChains(self.model, self._executor, self._cache, sizes)
         self._head = replace(head, parameters={})  # they are on the device
         # Places of every sequence may wait, and stand in one piece when all are read; so may those of the last two steps.
         num_waiting = sizes.max_num_seqs * min(most_waiting, sizes.max_model_len) + target.most_tokens
-        self.held_bytes = 2 * num_waiting * head.body.hidden_size * self._model.dtype.itemsize
+        self.held_bytes = 2 * num_waiting * head.body.hidden_size * self.model.dtype.itemsize
 
     def _compile_head(self, served: ServedHead) -> Precompilation | None:
         config, report, _, sizes, _ = self._target
         chosen = report.folder, report.spec, config.quantization, config.deterministic
         order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
-        return _compile(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
+        return compile_ahead(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
 
     def run_full(self) -> None:
         """See Drafter."""
         features = self._target.decoder.features_at(range(self._target.sizes.max_num_batched_tokens))
-        self._model.fuse_features(features)
+        self.model.fuse_features(features)
         del features
         super().run_full()
         if self._target.drafting.top_k > 1:
-            model = self._model
+            model = self.model
             rows = torch.zeros(self._most_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device)
             wide, _ = rank_logits(model.logits(rows))
             wide.logsumexp(-1)
@@ -220,13 +220,13 @@ class _Medusa(Drafter):
         _, head = find_parallel_head(target.drafting, target.report)
         target.decoder.keep_features((), target.most_tokens)
         self._head = _on_device(head, target.decoder.device)
-        self._model = ParallelModel(self._head, None)
+        self.model = ParallelModel(self._head, None)
         self.held_bytes = 2 * self._num_rows * target.decoder.spec.hidden_size * target.decoder.dtype.itemsize
 
     def run_full(self) -> None:
         """See Drafter."""
         hidden = self._decoder.features_at([0] * self._num_rows)
-        self._model.speak(hidden, self._model.num_heads).softmax(-1)
+        self.model.logits(hidden, self.model.num_heads).softmax(-1)
 
     def give_pool(self, num_blocks: int) -> None:
         """See Drafter: heads that do not attend have no cache."""
@@ -235,7 +235,7 @@ class _Medusa(Drafter):
         """See Drafter."""
         drafting, head = self._drafting, self._head
         return MedusaProposer(
-            self._model, head.vocabulary, drafting.top_k, drafting.depth_of(self.method), medusa_tree(drafting, head)
+            self.model, head.vocabulary, drafting.top_k, drafting.depth_of(self.method), medusa_tree(drafting, head)
         )
 
 
@@ -250,12 +250,12 @@ def _whole_vocabulary(target: DraftedModel, head: LayerHead) -> DeviceVocabulary
 
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:
-    """Return the steps of what drafts beside a model: of as many sequences, with up to most_known tokens of each at once."""
+    """Return the step sizes of a drafter: as many sequences as the model's, with up to most_known tokens of each at once."""
     most = most_step_tokens(max(sizes.max_num_batched_tokens, most_known), sizes.max_num_seqs, max_model_len)
     return StepSizes(sizes.max_num_seqs, most, max_model_len, has_drafts=True)
 
 
-def _compile(
+def compile_ahead(
     device: torch.device, order: Order, parameters: Mapping[str, Parameter | StoredParameter]
 ) -> Precompilation | None:
     """Begin to compile what drafting launches, while weights are loaded; the order's arch is that of the device."""

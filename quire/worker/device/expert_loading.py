@@ -44,7 +44,7 @@ class DeviceExpertLoader:
         parameters = {name: parameter for name, parameter in self._parameters.items() if name.startswith(prefix)}
         with self._decoder.on_device(), self._on_stream():
             weights = load_on_device(
-                parameters, self._spec, self._decoder.device, self._quantize, shard=_holding(self._shard, layer, expert)
+                parameters, self._spec, self._decoder.device, self._quantize, shard=_expert_shard(self._shard, layer, expert)
             )
             if self._stream is not None:
                 self._stream.synchronize()
@@ -55,7 +55,7 @@ class DeviceExpertLoader:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _holding(shard: DeviceShard, layer: int, expert: int) -> DeviceShard:
+def _expert_shard(shard: DeviceShard, layer: int, expert: int) -> DeviceShard:
     """Return the shard of a rank that holds one expert of a layer only."""
     own = shard.own
     layers = list(own.layers)

@@ -76,12 +76,12 @@ class GpuStepExecutor(StepLauncher):
         self._num_checkpoints = 0
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
         self.draw: Draw | None = draw_on_device
-        width = self._tables.shape[1]
+        width = self.tables.shape[1]
         self.block_tables = np.zeros((sizes.num_slots, width), dtype=np.int64)  # on the host, written by the driver
         self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
         self._block_copies: Sequence[tuple[int, int]] = ()
-        self._moves: Moves | None = None
-        self._sleeping: SleepingMemory | None = None
+        self.moves: Moves | None = None
+        self.sleeping: SleepingMemory | None = None
         self._placed: PlacedLoads | None = None
         self._save_placement: Callable[[], None] | None = None
         self.host_slab: HostSlab | None = None
@@ -165,21 +165,21 @@ class GpuStepExecutor(StepLauncher):
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor. The moves are made with the next step that is started, also if one fails before that."""
-        self._moves = moves
+        self.moves = moves
 
     def flush(self) -> None:
         """See StepExecutor."""
         updates = self._take_updates()
         if not updates.is_empty:
-            self._staging.wait()
-            self._staging.holds = None
+            self.staging.wait()
+            self.staging.holds = None
             self._call(StagedCall(ChangeCounts.of(updates)), 0, updates)
 
     def _take_updates(self) -> BlockTableUpdates:
         copies = () if self._states is None else self._states.take_copies()
-        changes = self._entries, self._block_copies, self._moves, copies
+        changes = self._entries, self._block_copies, self.moves, copies
         updates = BlockTableUpdates.split(*changes, self.first_window_block, self.block_size)
-        self._entries, self._block_copies, self._moves = (), (), None
+        self._entries, self._block_copies, self.moves = (), (), None
         return updates
 
     def start_step(
@@ -224,9 +224,9 @@ class GpuStepExecutor(StepLauncher):
         """See RowProcessor. Its launches are not part of a CUDA graph; the masks are sent in one transfer."""
         if started.deferred is None or started.logits is None:
             raise InvariantError("a step is sampled that was not deferred")
-        self._staging.wait()
-        self._staging.holds = None
-        self._sampler.sample_masked(self._staging, started.logits, started.deferred, masks)
+        self.staging.wait()
+        self.staging.holds = None
+        self._sampler.sample_masked(self.staging, started.logits, started.deferred, masks)
         count = started.num_sampled
         found = started._replace(num_rows=count, logits=None, deferred=None, is_masked=masks.keys())
         return self._read_back(found, "full", started.deferred[0])
@@ -325,16 +325,16 @@ class GpuStepExecutor(StepLauncher):
             self._drop_graphs()
             if self._pages is not None:
                 self._pages.settle()
-            self._sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
+            self.sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
 
     def wake_up(self) -> None:
         """See StepExecutor. The largest CUDA graphs are recorded again, the others with the first step of their kind."""
-        if self._sleeping is None:
+        if self.sleeping is None:
             raise InvariantError("an executor wakes up that is not asleep")
         with self.step_scope():
-            self._sleeping.restore()
-            self._sleeping = None
-            if self._graphs.is_recording:
+            self.sleeping.restore()
+            self.sleeping = None
+            if self.graphs.is_recording:
                 self.record_largest()
 
     def close(self) -> None:

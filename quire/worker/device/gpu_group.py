@@ -1,6 +1,6 @@
-"""GpuGroup: one rank's view of the GPUs that share a model; and what a rank is told when it is started.
+"""GpuGroup: one rank's view of the GPUs that share a model; and the message that starts a rank.
 
-With pipeline stages the leader, rank 0, is the first tensor-parallel rank of the last stage, which samples. The ranks behind
+With pipeline stages the leader, rank 0, is the first tensor-parallel rank of the last stage, which samples. The ranks after
 those of the last stage are those of the first one, and so on.
 """
 
@@ -75,7 +75,7 @@ class RankConfig:
     config        with the folder of the model, and with what the leader has settled, such as the layers of each stage. The
                   files of expert_placement and expert_load are the leader's; expert_ranks has what they say
     is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
-    slots_file    descriptor of the memory of the host tier, which all inherit; -1: there is none
+    slots_file    the leader's descriptor of the memory of the host tier, which all map; -1: there is none
     options       that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty
     expert_ranks  with expert parallelism: for each layer that has experts, in order, those of each rank
     """

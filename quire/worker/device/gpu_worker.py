@@ -35,6 +35,8 @@ def main(context: WorkerContext) -> None:
     if context.exchange is not None and isinstance(context.own, EngineConfig):
         folder = resolve_model(context.own.model, context.own.revision)  # of this host
         told = replace(told, config=replace(told.config, model=str(folder)))
+    elif told.slots_file >= 0:
+        told = replace(told, slots_file=context.open_descriptor(told.slots_file))
     config = told.config
     if told.options:
         context.startup.stage("comparing ranks")

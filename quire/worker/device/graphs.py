@@ -39,7 +39,7 @@ class GraphGrid:
     """The keys that there are: few, so that few steps are recorded; a step takes the next larger one.
 
     samplings  those of the steps, what takes most memory first
-    num_homes  ranks that sequences live at; 1: they have no homes
+    num_homes  home ranks of sequences; 1: they have no homes
     """
 
     def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3], num_homes: int = 1) -> None:
@@ -77,7 +77,7 @@ class GraphGrid:
 
 
 ShortRuns = Literal["any", "single", "none"]
-"""The sequences of few queries in a step: any; all of one query; none. What is right for one is right for those behind it."""
+"""The sequences of few queries in a step: any; all of one query; none. A graph for one also serves those after it."""
 
 SHORT_RUNS: tuple[ShortRuns, ...] = ("any", "single", "none")
 _FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256, 4

@@ -30,8 +30,8 @@ SAMPLINGS: tuple[Sampling, ...] = ("full", "cuts", "plain", "deferred")
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """S sequences with T tokens, one sequence after the other, behind R of which a token is sampled: the last known one of a
-    sequence that gets a next token, and drafts, behind which all are sampled, too.
+    """S sequences with T tokens, one sequence after the other. A token is sampled after R of them: the last known one of a
+    sequence that gets a next token, and each draft.
 
     counts            tokens of each sequence
     rows              [S] i32, batch slots: rows of the device's tables; a slot belongs to a sequence from its start to its end
@@ -47,7 +47,7 @@ class HostStep:
     states            rows of recurrent states, as in DeviceStateRows, on the host; None: the model has none
     adapters          [T] i32 the number of each token's LoRA adapter, -1: none; None: no token has one
     window_slots      slots in the window group; None: there is none, or they are -1 as `slots` are
-    homes             [S] i64, the rank that each sequence lives at, see homes.py; None: at none
+    homes             [S] i64, the home rank of each sequence, see homes.py; None: they have none
     """
 
     counts: tuple[int, ...]

@@ -25,7 +25,7 @@ from quire.worker.device.staging import Part, Staged, staged_bytes
 class StepSizes(NamedTuple):
     """The largest step, and the longest sequence.
 
-    max_num_drafts  drafts of a step at most, behind which tokens are sampled
+    max_num_drafts  drafts of a step at most; a token is sampled after each
     has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
     has_trees       whether some of these are trees
     has_processors  whether the device applies logits processors, and finds log probabilities
@@ -141,7 +141,7 @@ def most_staged_bytes(
     steps += [padded_sizes(key, num_seqs, tile_kinds, has_states, has_windows) for key in largest]
     of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)
     changes = change_parts(num_seqs * (table_width + 2), num_seqs, num_drafts, num_seqs, num_seqs, *of_windows)
-    behind = [*sampled_parts(num_seqs + num_drafts, SAMPLINGS[0]), *changes]
+    shared = [*sampled_parts(num_seqs + num_drafts, SAMPLINGS[0]), *changes]
     alone = [processor_parts(num_seqs, MAX_WORDS, num_seqs * NUM_BIASES), masked_parts(num_seqs, vocab_size)]
     of_processors = max(map(staged_bytes, alone)) if sizes.has_processors else 0
-    return max(of_processors, *(staged_bytes([*own.parts, *behind]) for own in steps))
+    return max(of_processors, *(staged_bytes([*own.parts, *shared]) for own in steps))

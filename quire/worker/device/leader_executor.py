@@ -36,6 +36,7 @@ from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import StagedCall, encode_staged
 from quire.worker.expert_moves import ExpertChange, ExpertMover
+from quire.worker.expert_parallel import add_pairs
 from quire.worker.expert_rebalance import ExpertRebalancer
 from quire.worker.parallel_executor import check_adapter_size
 from quire.worker.parallel_messages import Call, encode_adapter, encode_adapter_key, encode_expert_change, encode_page_moves
@@ -71,6 +72,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._page_moves: deque[tuple[int, bool]] = deque()  # not ended on all ranks: the step, and whether it loads pages
         self._num_moved = self._num_moved_here = 0
         self._rebalancer: ExpertRebalancer | None = None
+        self._pairs_path: str | None = None
         super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
@@ -81,6 +83,14 @@ class LeaderGpuExecutor(GpuStepExecutor):
     def workers(self) -> WorkerGroup | RemoteWorkers:
         """The other ranks."""
         return self._workers
+
+    @property
+    def _num_hosts(self) -> int:
+        """Hosts of as many consecutive ranks each; 1 where they are not so."""
+        hosts = () if self._group.ranks is None else self._group.ranks.hosts
+        number = len(set(hosts)) or 1
+        size = len(hosts) // number
+        return number if hosts == tuple(rank // size * size for rank in range(len(hosts))) else 1
 
     @property
     def stage_times(self) -> None:
@@ -106,12 +116,16 @@ class LeaderGpuExecutor(GpuStepExecutor):
             self._num_kept += hidden is not None
             return launched._replace(logits=logits, hidden=hidden, place=place)
 
+    def save_pairs(self, path: str | None) -> None:
+        """Add the tokens that chose two experts to this file of loads at the end, where they are counted."""
+        self._pairs_path = path
+
     def move_experts(self, mover: ExpertMover, options: EplbConfig) -> None:
         """Move experts between ranks from now on; after place_experts."""
         if self._placed is None:
             raise InvariantError("the experts are not placed on ranks")
         self._rebalancer = ExpertRebalancer(
-            mover, self._send_change, self._placed_tokens, self._placed, options, self._save_placement
+            mover, self._send_change, self._placed_tokens, self._placed, options, self._save_placement, self._num_hosts
         )
 
     def rebalance_experts(self) -> bool:
@@ -222,7 +236,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor."""
         with self._scope():
             self._workers.barrier.check()
-            if self._rebalancer is not None and self._sleeping is None:
+            if self._rebalancer is not None and self.sleeping is None:
                 self._rebalancer.advance()
 
     def sleep(self) -> None:
@@ -249,6 +263,12 @@ class LeaderGpuExecutor(GpuStepExecutor):
         if self._save_placement is not None:
             self._save_placement()
             self._save_placement = None
+        if self._pairs_path is not None and cause is None and isinstance(self._decoder, DeviceDecoder):
+            self._wait_for_steps()
+            pairs = self._decoder.expert_pairs()
+            if pairs:
+                add_pairs(self._pairs_path, {layer: each.tolist() for layer, each in pairs.items()})
+        self._pairs_path = None
         self._workers.close()
         if cause is None:  # else the device may wait for a rank that is gone, and so would who frees its memory
             super().close()

@@ -14,6 +14,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import float8_row_bytes, is_float8_step
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS, MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
@@ -25,7 +26,7 @@ from quire.model.offload_plan import OffloadPlan, plan_offload
 from quire.model.parameters import shapes_with_head
 from quire.model.stored_tensors import stored_bytes
 from quire.model.tensor_shards import ModelShard
-from quire.quant.config import Mxfp4Config, has_quantized_form
+from quire.quant.config import Fp8Config, Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
@@ -56,14 +57,14 @@ _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
 
 _MAX_DRAFT_LOGITS = 1 << 27
-"""Logits behind drafts that are held at once: a quarter or half a GiB, which the memory plan sees in the largest step."""
+"""Logits after drafts that are held at once: a quarter or half a GiB, which the memory plan sees in the largest step."""
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
 """What copies of a CUDA graph may have found in what the driver had taken already: it takes memory in pieces, so that one
 copy takes nothing or a whole piece."""
 _LATER_BYTES = 128 << 20
-"""What CUDA graphs may take later beside: a library's working memory for another thread, and pieces for smaller tensors."""
+"""Reserve for CUDA graphs: a library's working memory for another thread, and the allocator's pieces for smaller tensors."""
 
 
 class DeviceMemory(Protocol):
@@ -153,7 +154,7 @@ class DeviceUsage:
     """What is known of a device before the KV pool is made, in bytes.
 
     foreign_bytes     taken by others, and by the driver and the code of the kernels
-    weight_bytes      of the model and of what lies beside it for good
+    weight_bytes      of the model and of all else that stays allocated
     activation_bytes  peak of one full step, and of the CUDA graphs' own pool; at least what measuring the device takes
     """
 
@@ -247,7 +248,7 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
     dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
     quantization = None if is_gguf(folder) else read_quantization_config(folder)
     if isinstance(quantization, Mxfp4Config):
-        # Scales take a byte in the file and four there, beside sixteen bytes of codes.
+        # A scale takes a byte in the file and four there, for sixteen bytes of codes.
         return min(dense, stored_bytes(folder) * 20 // 17)
     if is_gguf(folder):
         return min(dense, device_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
@@ -304,11 +305,21 @@ def estimate_memory(
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     page_shares = _page_shares(config, ranks)
     num_beside = tier_staging_bytes(config, kv, page_shares) + moving_bytes(config, whole, shapes)
-    num_beside += gathered_bytes(config, kv, max_model_len)
+    num_beside += gathered_bytes(config, kv, max_model_len) + float8_input_bytes(config, spec, folder, num_tokens)
     usage = replace(usage, activation_bytes=usage.activation_bytes + num_beside)
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+
+
+def float8_input_bytes(config: EngineConfig, spec: ModelSpec, folder: Path, num_tokens: int) -> int:
+    """Return the memory that inputs of float8 experts take, in float8 blocks of 128 columns, in a step of so many tokens."""
+    stored = None if config.quantization is not None or is_gguf(folder) else read_quantization_config(folder)
+    if config.deterministic or not (config.quantization == "fp8" or isinstance(stored, Fp8Config)):
+        return 0
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec) and is_float8_step(layer.mlp, num_tokens)]
+    inner = max((mlp.top_k * float8_row_bytes(mlp.expert.intermediate_size, 128) for mlp in mixtures), default=None)
+    return 0 if inner is None else num_tokens * (float8_row_bytes(spec.hidden_size, 128) + inner)
 
 
 def moving_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -387,13 +398,13 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
 
 
 def num_spare_blocks(config: EngineConfig) -> int:
-    """Return how many blocks a pool has behind its own: where ranks share the tokens of sequences, one that copies of other
-    ranks' blocks read and write."""
+    """Return how many blocks follow a pool's own: where ranks share the tokens of sequences, one for copies of other ranks'
+    blocks."""
     return 1 if config.decode_context_parallel_size > 1 else 0
 
 
 def check_pinned(memory: MemoryPlan) -> None:
-    """Raise ConfigError where the host has not the memory of the host tier beside that of offloaded weights."""
+    """Raise ConfigError if the host's memory does not hold both the host tier and offloaded weights."""
     wanted, available = memory.pinned_bytes, available_memory_bytes() - memory.offloaded_bytes
     if wanted > available:
         raise ConfigError(

@@ -111,7 +111,7 @@ class StepShape(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """The arrays of a step whose sequences have homes, beside those of exact_sizes."""
+        """The arrays of a step whose sequences have homes, in addition to those of exact_sizes."""
         if not self.home_sequences:
             return []
         # Sequences of padding have no context.
@@ -131,7 +131,7 @@ def exact_sizes(
 def padded_sizes(
     key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind], has_states: bool = False, has_windows: bool = False
 ) -> MixedSizes:
-    """Return sizes that hold every step of a key, with one sequence of padding behind those of the step."""
+    """Return sizes that hold every step of a key, with one sequence of padding after those of the step."""
     most = min(max_num_seqs, key.num_tokens)
     num_short = 0 if key.short_runs == "none" else most
     tiles = [
@@ -155,7 +155,7 @@ def fill_tiles(
             sequences, offsets = host[f"{run}_sequences{index}"], host[f"{run}_offsets{index}"]
             both = np.array(pairs, np.int32).reshape(-1, 2)
             sequences[: len(pairs)], offsets[: len(pairs)] = both[:, 0], both[:, 1]
-            # An empty tile begins behind the end of its sequence.
+            # An empty tile begins after the end of its sequence.
             sequences[len(pairs) :], offsets[len(pairs) :] = padding, num_tokens
 
 

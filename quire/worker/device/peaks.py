@@ -1,4 +1,4 @@
-"""What the device can do right now: the peaks beside which a run is put."""
+"""Peaks of the device, measured now, with which a run is compared."""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ class Order(NamedTuple):
     is_in_order    see DeviceDecoder
     arch           compute capability, e.g. 90
     table          of tiles, with which kernels are launched
-    head           what is compiled instead of the model: a head beside it
+    head           a draft head, which is compiled instead of the model
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
     num_redundant  copies of experts in a layer, with expert parallelism; None: without
     has_homes      ranks attend to sequences of their own
+    context_size   ranks that share the tokens of sequences
     """
 
     folder: Path
@@ -65,14 +66,13 @@ class Order(NamedTuple):
     shares: tuple[float, ...] = (1.0,)
     num_redundant: int | None = None
     has_homes: bool = False
+    context_size: int = 1
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        of_ranks = self.shares, self.num_redundant
-        return ServedModel(
-            self.spec, parameters, policy, self.is_in_order, *of_ranks, self.kv.layer_dtypes, has_homes=self.has_homes
-        )
+        of_ranks = self.shares, self.num_redundant, self.kv.layer_dtypes, self.has_homes, self.context_size
+        return ServedModel(self.spec, parameters, policy, self.is_in_order, *of_ranks)
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

@@ -28,7 +28,7 @@ PROCESSOR_COLUMNS: dict[str, torch.dtype] = {
     "first_endings": torch.int64,
     "num_tops": torch.int32,
 }
-"""What a row of a step is told; see ProcessorOptions and logprob_launches."""
+"""The options of a row of a step; see ProcessorOptions and logprob_launches."""
 
 NO_PROCESSORS: Mapping[str, int | float] = {
     "is_processed": 0,

@@ -54,7 +54,7 @@ class StagedCall(NamedTuple):
     key           of a CUDA graph; None: it is launched one by one, or there is none
     shape         of a step that is launched one by one
     sampling      of a step
-    num_sampled   tokens behind which one is sampled; of a decode step that is recorded, padding included
+    num_sampled   tokens after which one is sampled; of a decode step that is recorded, padding included
     keeps_hidden  whether logits of its tokens may be asked for later
     """
 

@@ -1,4 +1,4 @@
-"""Staging: all that the host tells the device about a step, in one copy; and Readback: what the device tells the host."""
+"""Staging: all inputs of a step, in one copy to the device; Readback: results of steps, in copies to the host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Part:
 class Staged:
     """The arrays of a step, by name: host [count], to be filled before they are sent, and device, what is sent there.
 
-    end  offset in bytes behind them
+    end  offset in bytes after the last one
     """
 
     host: Mapping[str, NDArray[np.generic]]
@@ -53,7 +53,7 @@ class Staged:
 class Staging:
     """A buffer on the host, pinned where the device is a GPU, and one of the same size on the device, at a fixed address.
 
-    holds      what stands in the host's buffer already, as its filler names it; None: what nobody will use again
+    holds      key of the contents of the host's buffer, set by the code that fills it; None: nothing that is used again
     wait       waits for an event; None: torch does
     num_steps  that may be sent before the device takes the first of them, as where it waits for another stage: what is sent
                is then copied on the host first, to one of so many pinned buffers
@@ -86,7 +86,7 @@ class Staging:
         return self._host.numpy()
 
     def arrange(self, parts: Sequence[Part], start: int = 0) -> Staged:
-        """Return arrays one behind the other from an offset on: the same places for the same parts."""
+        """Return arrays one after the other from an offset on: the same places for the same parts."""
         host: dict[str, NDArray[np.generic]] = {}
         device: dict[str, Tensor] = {}
         for part in parts:
@@ -138,7 +138,7 @@ class Readback:
         self._num_started = 0
 
     def start(self, count: int) -> int:
-        """Begin to copy, behind all that was launched so far, to the place that is returned; what was there before is lost.
+        """Begin to copy, after all that was launched so far, to the place that is returned, which is overwritten.
 
         A device without memory has nothing to copy.
         """

@@ -83,7 +83,7 @@ class StepLauncher:
         library: AttentionLibrary | None = None,
         adapters: DeviceAdapters | None = None,
     ) -> None:
-        self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
+        self._decoder, self._pool, self._sizes, self.graphs = decoder, pool, sizes, graphs
         self._adapters = adapters
         self._stage = decoder.stage if isinstance(decoder, DeviceDecoder) else None
         self.samples = self._stage is None or self._stage.stage.is_last
@@ -108,10 +108,10 @@ class StepLauncher:
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
-        self._tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
         most = self.grid.max_rows
         most_in_step = self._homes.size * most
-        # What CUDA graphs read and write besides their staged arrays.
+        # What CUDA graphs read and write in addition to their staged arrays.
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most_in_step, most_tokens), dtype=torch.int64, device=device)
@@ -131,8 +131,8 @@ class StepLauncher:
         self._staged_kinds = self.tile_kinds if self._homes.size == 1 else []
         of_model = self.has_states, width, self._has_windows, spec.vocab_size, self._homes.size
         num_bytes = most_staged_bytes(sizes, self.prompts, self._staged_kinds, *of_model)
-        self._staging = Staging(num_bytes, device, wait, sizes.num_stages)
-        self._frames: dict[GraphKey | PromptKey, Frame] = {}
+        self.staging = Staging(num_bytes, device, wait, sizes.num_stages)
+        self.frames: dict[GraphKey | PromptKey, Frame] = {}
 
     @property
     def decoder(self) -> DeviceDecoder | DeviceHead:
@@ -151,7 +151,7 @@ class StepLauncher:
 
     @property
     def lasting_tensors(self) -> list[Tensor]:
-        """What CUDA graphs write besides their staged arrays and the cache."""
+        """What CUDA graphs write in addition to their staged arrays and the cache."""
         return [self._hidden, self._logits, *self._sampler.lasting_tensors]
 
     @property
@@ -169,30 +169,30 @@ class StepLauncher:
         self.first_window_block = pool.num_blocks if self._has_windows else None
 
     def _drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._frames.clear()
-        self._staging.holds = None
+        self.graphs.clear()
+        self.frames.clear()
+        self.staging.holds = None
 
     def launch(
         self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING
     ) -> Launched:
         """Launch the changes, and then a step if there is one; return before the device is done."""
         self._send_processors()
-        self._staging.wait()
+        self.staging.wait()
         if step is None:
-            self._staging.holds = None
+            self.staging.holds = None
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
         is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
         if is_padded and self._decoder.records_decode:
             return self._launch_decode(step, sampling, changes, kept)
-        return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
+        return self.launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
     def _send_processors(self) -> None:
         """Send the logits processors of new sequences, ahead of the step that samples them first."""
         for update in self._sampler.take_updates():
-            self._staging.wait()
-            self._staging.holds = None
+            self.staging.wait()
+            self.staging.holds = None
             changes = BlockTableUpdates([], processors=update)
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
 
@@ -213,8 +213,8 @@ class StepLauncher:
         num_short = max((most for _, most in self.tile_kinds), default=1)  # a model of recurrent layers alone has none
         step = full_step(num_tokens, num_sequences, context_len, self.padding_slot, num_short, self._sizes.max_num_drafts)
         step = with_adapters(step, self._adapters is not None)
-        self._staging.wait()
-        self._launch_mixed(step, self.samplings[0], BlockTableUpdates([]), KEEP_NOTHING, 0)
+        self.staging.wait()
+        self.launch_mixed(step, self.samplings[0], BlockTableUpdates([]), KEEP_NOTHING, 0)
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
@@ -241,7 +241,7 @@ class StepLauncher:
         """Record the step with most launches so many times more, and run each."""
         key = self.keys[0]
         self.record(key)  # what they read is on the device then
-        self._graphs.record_more(key, self._frames[key].run, count)
+        self.graphs.record_more(key, self.frames[key].run, count)
 
     def _record_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
         for key in keys:
@@ -257,7 +257,7 @@ class StepLauncher:
             step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
             if key.home_rows:
                 step = replace(step, homes=np.arange(key.num_rows) // key.home_rows)
-            self._staging.wait()
+            self.staging.wait()
             self._launch_decode(step, key.sampling, BlockTableUpdates([]), KEEP_NOTHING)
 
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
@@ -272,12 +272,12 @@ class StepLauncher:
         own = b"" if step.adapters is None else step.adapters.tobytes()
         own += b"" if order is None else order.places.tobytes()
         slots = (key, self.sampling_table.num_changes, step.rows.tobytes(), own)
-        if self._staging.holds != slots:
+        if self.staging.holds != slots:
             fill_decode_slots(host, step, self.padding_slot)
             if order is not None:
                 order.fill(host)
             self.sampling_table.fill(host)
-            self._staging.holds = slots
+            self.staging.holds = slots
         fill_places(host, step)
         call = StagedCall(ChangeCounts.of(changes), key, None, sampling, key.num_rows)
         self._call(call, frame.staged.end, changes)
@@ -298,7 +298,7 @@ class StepLauncher:
 
     def _decode_frame(self, key: GraphKey) -> Frame:
         """Return the arrays of the CUDA graph of a step of as many sequences as tokens, and its launches."""
-        frame = self._frames.get(key)
+        frame = self.frames.get(key)
         if frame is not None:
             return frame
         num_rows = key.num_rows
@@ -306,7 +306,7 @@ class StepLauncher:
         parts = token_parts(num_tokens, num_tokens, self.has_states, key.has_adapters, self._has_windows)
         if key.home_rows:
             parts.append(Part("home_places", torch.int64, num_rows))
-        staged = self._staging.arrange([*parts, *sampled_parts(num_rows, key.sampling)])
+        staged = self.staging.arrange([*parts, *sampled_parts(num_rows, key.sampling)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_tokens], self._step_tables[:num_tokens]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
@@ -324,10 +324,10 @@ class StepLauncher:
             if key.sampling != "deferred":
                 self._sampler.sample(logits, arrays, key.sampling)
 
-        frame = self._frames[key] = Frame(staged, run)
+        frame = self.frames[key] = Frame(staged, run)
         return frame
 
-    def _launch_mixed(
+    def launch_mixed(
         self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
     ) -> Launched:
         num_tokens, num_sampled, order = len(step.given_ids), len(step.logit_rows), None
@@ -341,7 +341,7 @@ class StepLauncher:
         shape = StepShape.of(step, () if order is None else order.sequences) if key is None else None
         call = StagedCall(ChangeCounts.of(changes), key, shape, sampling, num_sampled, kept.hidden)
         staged, sampled = self._arrange_mixed(call, lists)
-        self._staging.holds = None
+        self.staging.holds = None
         fill(staged.host, step, self.padding_slot)
         fill_tiles(staged.host, step, lists, self._staged_kinds)
         if order is not None:
@@ -361,13 +361,13 @@ class StepLauncher:
     def _call(
         self, call: StagedCall, start: int, changes: BlockTableUpdates, lists: Sequence[TileLists] = ()
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Write the changes behind the arrays of a step, which end at `start`, and launch; returns what run_staged does."""
+        """Write the changes after the arrays of a step, which end at `start`, and launch; returns what run_staged does."""
         end = start
         if not changes.is_empty:
-            staged = self._staging.arrange(changes.parts(), start)
-            changes.fill(staged, self._tables.shape[1])
+            staged = self.staging.arrange(changes.parts(), start)
+            changes.fill(staged, self.tables.shape[1])
             end = staged.end
-        self._publish(call, self._staging.host_bytes[:end])
+        self._publish(call, self.staging.host_bytes[:end])
         return self.run_staged(call, lists)
 
     def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:
@@ -382,7 +382,7 @@ class StepLauncher:
         if isinstance(call.key, GraphKey):
             frame = self._decode_frame(call.key)
             self._send(frame.staged.end, call.changes)
-            self._graphs.run(call.key, frame.run, self._exchange(call.key.num_rows))
+            self.graphs.run(call.key, frame.run, self._exchange(call.key.num_rows))
             return self._logits[: call.key.num_rows], None
         if call.key is None and call.shape is None:
             self._send(0, call.changes)
@@ -393,7 +393,7 @@ class StepLauncher:
         self._send(sampled.end, call.changes)
         exchange = self._exchange(len(staged.device["positions"]))
         if call.key is not None:
-            self._graphs.run(call.key, self._prompt_frame(call.key).run, exchange)
+            self.graphs.run(call.key, self._prompt_frame(call.key).run, exchange)
             hidden = self._hidden
         else:
             with exchange:
@@ -414,9 +414,9 @@ class StepLauncher:
 
     def fill_staging(self, staged: NDArray[np.uint8]) -> None:
         """Take over what another rank has in its staging buffer, before run_staged."""
-        self._staging.wait()
-        self._staging.holds = None
-        self._staging.host_bytes[: len(staged)] = staged
+        self.staging.wait()
+        self.staging.holds = None
+        self.staging.host_bytes[: len(staged)] = staged
 
     def kept(self, rows: Tensor) -> Tensor:
         """Return what is kept of a step until it is collected. With stages, other steps run before that, and a CUDA graph
@@ -434,10 +434,10 @@ class StepLauncher:
             staged = self._prompt_frame(call.key).staged
         elif call.shape is not None:
             parts = exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts
-            staged = self._staging.arrange([*parts, *call.shape.parts])
+            staged = self.staging.arrange([*parts, *call.shape.parts])
         else:
             raise InvariantError("a step with prompts is recorded, or has a shape")
-        return staged, self._staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
+        return staged, self.staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
 
     def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
         """Launch a step one by one, and return its hidden states."""
@@ -445,7 +445,7 @@ class StepLauncher:
         if shape is None:
             raise InvariantError("a step that is launched one by one has a shape")
         ids = torch.empty(sum(shape.counts), dtype=torch.int64, device=device)
-        tables = torch.empty(len(shape.counts), self._tables.shape[1], dtype=torch.int32, device=device)
+        tables = torch.empty(len(shape.counts), self.tables.shape[1], dtype=torch.int32, device=device)
         self._take_inputs(ids, tables, arrays)
         if shape.home_sequences:
             own_step = step_at_home(shape, arrays, tables, self._homes, self._library)
@@ -454,22 +454,22 @@ class StepLauncher:
         return self._decoder.forward(ids, arrays["positions"], self._completed(device_step, arrays, tables), self._pool)
 
     def _record_prompts(self, key: PromptKey) -> None:
-        self._staging.wait()
-        self._staging.holds = None
+        self.staging.wait()
+        self.staging.holds = None
         frame = self._prompt_frame(key)
         nothing, lists = with_adapters(empty_step(), key.has_adapters), [list_tiles((), *kind, ()) for kind in self.tile_kinds]
         fill(frame.staged.host, nothing, self.padding_slot)
         fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
-        self._staging.send(frame.staged.end)
-        self._graphs.run(key, frame.run, self._exchange(key.num_tokens))
+        self.staging.send(frame.staged.end)
+        self.graphs.run(key, frame.run, self._exchange(key.num_tokens))
 
     def _prompt_frame(self, key: PromptKey) -> Frame:
         """Return the arrays of the CUDA graph of a step with prompts; those of the sampled tokens follow them."""
-        frame = self._frames.get(key)
+        frame = self.frames.get(key)
         if frame is not None:
             return frame
         sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds, self.has_states, self._has_windows)
-        staged = self._staging.arrange(sizes.parts)
+        staged = self.staging.arrange(sizes.parts)
         arrays = staged.device
         ids, tables = self._step_ids[: sizes.num_tokens], self._step_tables[: sizes.num_sequences]
 
@@ -481,7 +481,7 @@ class StepLauncher:
             if self.samples:
                 self._hidden[: len(hidden)].copy_(hidden)
 
-        frame = self._frames[key] = Frame(staged, run)
+        frame = self.frames[key] = Frame(staged, run)
         return frame
 
     def _completed(
@@ -511,21 +511,21 @@ class StepLauncher:
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
-        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self._tables))
+        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
 
     def _send(self, start: int, changes: ChangeCounts) -> None:
-        """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
+        """Copy the arrays that end at `start` to the device, with those of the changes after them, and make the changes."""
         if changes.is_empty:
             if start:
-                self._staging.send(start)
+                self.staging.send(start)
             return
-        staged = self._staging.arrange(change_parts(*changes), start)
+        staged = self.staging.arrange(change_parts(*changes), start)
         arrays = staged.device
         if self._homes.size > 1:
             pool = self._pool.num_blocks, self._pool.spec.block_size
             changes, arrays = self._homes.own_changes(staged, changes, pool)
         if staged.end:
-            self._staging.send(staged.end)
+            self.staging.send(staged.end)
         if changes.num_processor_rows or changes.num_processor_words:
             self._sampler.update(arrays)
         if changes.num_moved:
@@ -540,7 +540,7 @@ class StepLauncher:
         if changes.num_state_copies:
             self._pool.copy_states(arrays["state_starts"], arrays["state_targets"])
         if changes.num_entries:
-            self._tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
+            self.tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
 
     def _copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks of the full group; where ranks share the tokens of sequences, this rank's."""

@@ -18,6 +18,7 @@ from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
 from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_context import ContextRanks
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_linear import WIDENED_FROM
 from quire.model.device_ranks import DeviceRanks
@@ -60,6 +61,7 @@ class ServedModel(NamedTuple):
     num_redundant: int | None = None
     kv_dtypes: tuple[KvDtype, ...] = ()
     has_homes: bool = False
+    context_size: int = 1
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
@@ -78,7 +80,7 @@ class ServedModel(NamedTuple):
 
         All of a model whose layers refer to others by their numbers.
         """
-        if self.spec.per_layer_inputs is not None or any(one.attention.kv_source is not None for one in self.spec.layers):
+        if self.spec.per_layer_inputs is not None or any(one.attention.reads_other_layer for one in self.spec.layers):
             return self
         kinds, layers = self.kinds()[:-1], self.spec.layers
         chosen, pairs = [0][: len(kinds)], list[tuple[object, object]]()
@@ -108,7 +110,7 @@ def _split(name: str) -> tuple[int | None, str]:
 
 
 class ServedHead(NamedTuple):
-    """A head beside a model, as its steps are served.
+    """A draft head, and the sizes of its steps.
 
     head    without its parameters, of which the shapes are here by name
     kv      of the head
@@ -132,12 +134,13 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
     """Return the variants of the kernels that any steps of these sizes launch, without repetition, those of the start first."""
     few = model.few_layers()
     decoder = meta_decoder(few, sizes.max_model_len)
-    own = KvSpec.of(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    cached = decoder.spec if decoder.ranks is None else decoder.ranks.shard.cached_spec
+    own = KvSpec.of(cached, kv.block_size, kv.dtype, kv.window_tokens is not None)
     return _step_variants(decoder, replace(own, layer_dtypes=few.kv_dtypes), sizes)
 
 
 def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
-    """Return those that the steps of a head launch beside a model, which has the embedding and the output."""
+    """Return those that the steps of a draft head launch, which shares the model's embedding and LM head."""
     head, sizes = meta_head(model, served), served.sizes
     found = _step_variants(head, served.kv, sizes)
     with torch.inference_mode(), noted_launches() as launches:
@@ -160,17 +163,19 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
-    pool = DeviceKvPool(kv, 1, _META, num_window_blocks=1)
+    pool = DeviceKvPool(kv, 2, _META, num_window_blocks=1)
+    shares_tokens = isinstance(decoder, DeviceDecoder) and decoder.ranks is not None and decoder.ranks.context is not None
     executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
         # The engine begins with these; then come the first prompts and decode steps.
         one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        executor.record_samples()
-        # CUDA graphs of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
-        prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
-        for key in [*prompts, *executor.grid.keys]:
-            executor.record(key)
+        if not shares_tokens:  # then there are no CUDA graphs
+            executor.record_samples()
+            # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
+            prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
+            for key in [*prompts, *executor.grid.keys]:
+                executor.record(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:
@@ -198,8 +203,10 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
         placements = None
         if model.num_redundant is not None:
             placements = linear_placements(model.spec, model.num_redundant, model.shares)
-        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, placements, has_homes=model.has_homes)
-        ranks = DeviceRanks(_NoExchange(len(model.shares)), shard)
+        parts = placements, model.context_size, model.has_homes
+        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, *parts)
+        context = None if model.context_size == 1 else ContextRanks(_NoExchange(model.context_size), 0)
+        ranks = DeviceRanks(_NoExchange(len(model.shares)), shard, context=context)
     options = model.policy, model.is_in_order, ranks
     return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, *options)
 

@@ -63,6 +63,6 @@ def test_a_start_that_hangs_is_stopped(start, tmp_path, monkeypatch):
 
 def test_what_is_timed_does_the_same_and_adds_up(start):
     spent = {"a": 0.0}
-    timed = start._timed(lambda x, *, y: (time.sleep(0.01), x + y)[1], spent, "a")
+    timed = start.timed(lambda x, *, y: (time.sleep(0.01), x + y)[1], spent, "a")
     assert [timed(1, y=2), timed(3, y=4)] == [3, 7]
     assert spent["a"] >= 0.02

@@ -12,6 +12,7 @@ from quire.bench.parallel_compare import MeasuredRates, measure_other_kernels, m
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.kernels.native import load_native
 from quire.kernels.peaks import Peaks
+from quire.planner.layout import Layout
 from quire.planner.model_shape import ModelShape
 from quire.planner.parallel_time import Load
 
@@ -29,10 +30,10 @@ def test_a_step_is_its_weights_at_the_measured_rate_the_other_kernels_its_barrie
     shape = ModelShape.of("demo", report, weight_bytes_by_precision(report))
     packed = replace(report, packed_weight_bytes=12_000_000)
     read = replace(shape, weight_bytes={"bfloat16": 12_000_000}).read_bytes("bfloat16", 4)
-    one = predict_here(shape, packed, "bfloat16", RATES, 1, Load(4, 32))
+    one = predict_here(shape, packed, "bfloat16", RATES, Layout(), Load(4, 32))
     others_s = len(report.spec.layers) * 1e-4 + 5e-4 + 2e-3
     assert one.step_s == pytest.approx(read / 8e9 + others_s)
-    two = predict_here(shape, packed, "bfloat16", RATES, 2, Load(4, 32))
+    two = predict_here(shape, packed, "bfloat16", RATES, Layout(num_tensor=2), Load(4, 32))
     num_barriers = 4 * len(report.spec.layers) + 2
     assert two.num_collectives == num_barriers
     assert two.step_s == pytest.approx(read / 8e9 + others_s + num_barriers * 1e-6)  # both ranks together reach the rates

@@ -31,6 +31,17 @@ def test_place_writes_a_balanced_placement(load, tmp_path, capsys):
         assert line.split()[:3] == [str(layer), line.split()[1], f"{found[layer].imbalance(LOADS[layer]):.3f}"]
 
 
+def test_hosts_need_pairs_and_share_them(tmp_path, capsys):
+    load, output = str(tmp_path / "pairs.json"), str(tmp_path / "placement.json")
+    pairs = [[40 if (i - j) % 2 == 0 else 1 for j in range(4)] for i in range(4)]  # even experts together, and odd ones
+    write_loads(load, {0: [40] * 4}, {0: pairs})
+    options = ["-tp", "2", "--hosts", "2", "--output", output]
+    assert main(["experts", "place", "--load", load, *options]) == 0
+    assert {frozenset(own) for own in read_placements(output, {0: 4})[0].ranks} == {frozenset({0, 2}), frozenset({1, 3})}
+    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["0.024", "0.952"]
+    assert main(["experts", "improve", "--load", load, "--placement", output, *options[2:]]) == 0
+
+
 def test_improve_changes_few_slots(load, tmp_path, capsys):
     first, second, later = (str(tmp_path / name) for name in ("first.json", "second.json", "later.json"))
     assert main(["experts", "place", "--load", load, "-tp", "2", "--num-redundant-experts", "2", "-o", first]) == 0
@@ -46,6 +57,8 @@ def test_improve_changes_few_slots(load, tmp_path, capsys):
     ("options", "text"),
     [
         (["place", "-tp", "7"], "tensor_parallel_size must be at most 6 with enable_expert_parallel"),
+        (["place", "-tp", "2", "--hosts", "2"], "has no pairs of experts of its layers: GPU ranks on several hosts count them"),
+        (["place", "-tp", "3", "--hosts", "2"], "the number of hosts must divide the 3 ranks, got 2"),
         (["place", "-tp", "0"], "tensor_parallel_size must be an integer >= 1, got 0"),
         (["place", "-tp", "2", "--num-redundant-experts", "-1"], "num_redundant_experts must be an integer >= 0, got -1"),
         (["place", "-tp", "2", "--tensor-parallel-shares", "1,1,1"], "tensor_parallel_shares must have one number for each of"),

@@ -178,10 +178,10 @@ def test_sweep_of_an_engine_in_process(tiny_model, tmp_path, capsys):
 
 def test_bench_parallel_simulates_layouts(capsys):
     command = ["bench", "parallel", "--simulate", "H100x2", "--model", "demo-moe", "--context-len", "64"]
-    assert main([*command, "--layout", "ep2", "--layout", "tp1"]) == 0
+    assert main([*command, "--layout", "ep2xhomes2", "--layout", "pcp2", "--new-tokens", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATED: demo-moe (bfloat16) on 2 x NVIDIA H100")
-    assert [line.split()[0] for line in lines[1:]] == ["layout", "ep2", "tp1"]
+    assert [line.split()[0] for line in lines[1:]] == ["layout", "ep2xhomes2", "pcp2"]
     assert main([*command, "--layout", "tp4"]) == 1
     assert "layout tp4 has 4 devices, but --simulate has 2" in capsys.readouterr().err
 
@@ -189,7 +189,9 @@ def test_bench_parallel_simulates_layouts(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layout", "tp2"], "--layout needs --simulate"),
+        (["--layout", "tp2"], "--layout needs --simulate or --compare"),
+        (["--compare", "--layout", "pp2"], "--compare takes layouts of tpN, homesN, dcpN and pcpN, got pp2"),
+        (["--compare", "--new-tokens", "8"], "--new-tokens needs --simulate"),
         (["--batch-size", "4"], "--batch-size needs --simulate or --compare"),
         (["--compare", "--imbalance", "2"], "--imbalance needs --simulate"),
         (["--simulate", "H100x2", "--ranks", "2"], "--ranks must be left out with --simulate"),

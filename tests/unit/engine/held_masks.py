@@ -68,18 +68,18 @@ class HeldMatcher(WrappingMatcher):
         self._is_held = True
         self._gate.pass_through()
         self._is_held = False
-        return self._inner.source.fill(self._inner, words)
+        return self.inner.source.fill(self.inner, words)
 
     def restrict(self, words):
-        self._inner.restrict(words)
+        self.inner.restrict(words)
 
     def advance(self, token_id):
         self._check("advance")
-        return self._inner.advance(token_id)
+        return self.inner.advance(token_id)
 
     def retreat(self, num_tokens):
         self._check("retreat")
-        return self._inner.retreat(num_tokens)
+        return self.inner.retreat(num_tokens)
 
     def num_fitting(self, token_ids):
         self._check("num_fitting")
@@ -87,11 +87,11 @@ class HeldMatcher(WrappingMatcher):
 
     def forced_tokens(self):
         self._check("forced_tokens")
-        return self._inner.forced_tokens()
+        return self.inner.forced_tokens()
 
     def fork(self):
         self._check("fork")
-        return HeldMatcher(self._inner.fork(), self._gate)
+        return HeldMatcher(self.inner.fork(), self._gate)
 
     def _check(self, name):
         if self._is_held:

@@ -116,7 +116,7 @@ def test_the_option_decides_whether_steps_are_launched_ahead(tiny_model, late_ru
 
 def test_the_cpu_steps_one_by_one_and_refuses_the_option(tiny_model):
     engine = make_engine(tiny_model)
-    assert not engine._steps.is_ahead
+    assert not engine.step_loop.is_ahead
     engine.close()
     with pytest.raises(ConfigError, match="async_scheduling needs a GPU"):
         make_engine(tiny_model, async_scheduling=True)

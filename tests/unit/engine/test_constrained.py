@@ -224,7 +224,7 @@ def held_engine(tiny_model):
     engine = LLMEngine(str(tiny_model), **OPTIONS)
     engine.grammars.close()
     sandbox = HeldCompiler()
-    engine.grammars = GrammarCompiler(engine.grammars._read_vocabulary, sandbox)
+    engine.grammars = GrammarCompiler(engine.grammars.read_vocabulary, sandbox)
     yield engine, sandbox
     engine.close()
 

@@ -172,7 +172,7 @@ def test_tokens_are_the_same_after_preemptions(llm, plain, name):
         found.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
         num_steps += 1
         if num_steps % 11 == 0 and num_steps < 50:
-            engine.scheduler._preempt(engine.scheduler.running.last, "kv_blocks")
+            engine.scheduler.preempt(engine.scheduler.running.last, "kv_blocks")
     assert [list(found[f"{name} {index}"]) for index in range(len(PROMPTS))] == plain[0][name]
 
 
@@ -207,12 +207,19 @@ def test_ratio_of_nothing_keeps_the_tokens_and_a_plain_request_is_not_touched(ll
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "h2o", "budget_tokens": 64}, "method must be one of streaming, key_norm, snapkv, adaptive, got 'h2o'"),
+        (
+            {"method": "h2o", "budget_tokens": 64},
+            "method must be one of streaming, key_norm, snapkv, adaptive, bounds, got 'h2o'",
+        ),
         ({"method": "streaming"}, "method 'streaming' needs budget_tokens, got neither"),
         ({"method": "streaming", "budget_tokens": 8}, "budget_tokens must be at least"),
         ({"method": "snapkv", "budget_tokens": 64, "compression_ratio": 0.5}, "got budget_tokens and compression_ratio"),
         ({"method": "adaptive", "attention_mass": 0}, "attention_mass must be a number > 0 and <= 1, got 0"),
         ({"method": "key_norm", "compression_ratio": "half"}, "compression_ratio must be a number >= 0 and < 1, got 'half'"),
+        ({"method": "bounds", "budget_tokens": 64}, "method 'bounds' evicts nothing: leave out budget_tokens"),
+        ({"method": "bounds", "gap": 0}, "gap must be a number > 0, got 0"),
+        ({"method": "bounds", "recent_tokens": 64}, "method 'bounds' has no sink_tokens and recent_tokens"),
+        ({"method": "streaming", "budget_tokens": 64, "gap": 9.0}, "gap is of method 'bounds' only: leave it out, got 9.0"),
         ({"method": "key_norm", "budget": 64}, "does not have 'budget': its fields are method"),
         (64, "must be a KvCompression or a dict of its fields"),
     ],

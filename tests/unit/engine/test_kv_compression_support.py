@@ -7,7 +7,7 @@ import pytest
 from quire import LLM, RequestError, SamplingParams
 from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
-from quire.engine.kv_compression import compression_refusal
+from quire.engine.kv_compression import bounds_refusal, compression_refusal
 from quire.engine.request_factory import RequestFactory, RequestRules
 from quire.kernels.native import load_native
 from quire.worker.inspect import inspect_model
@@ -82,7 +82,7 @@ def test_prompts_may_be_computed_by_a_prefill_engine(folder, monkeypatch):
 def test_quantised_caches_are_compressed_where_keys_can_be_read(folder, dtype):
     llm = start(folder, kv_cache_dtype=dtype, dtype="bfloat16")
     methods = METHODS[:1] if dtype == "turboquant_4bit" else METHODS
-    for fields in methods:
+    for fields in (*methods, {"method": "bounds", "gap": 0.5}):
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False, kv_compression=fields)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
@@ -97,6 +97,18 @@ def test_quantised_caches_are_compressed_where_keys_can_be_read(folder, dtype):
 REFUSED = {
     "windows": ("mistral", {}, METHODS[0], "with sliding windows"),
     "ranks": ("qwen3", {"tensor_parallel_size": 2}, METHODS[0], "with tensor-parallel or context-parallel ranks or"),
+    "bounds, context": (
+        "qwen3",
+        {"prefill_context_parallel_size": 2},
+        {"method": "bounds"},
+        "method 'bounds' is not supported with context-parallel ranks or enable_dp_attention",
+    ),
+    "bounds, trees": (
+        "qwen3",
+        {"speculative_config": {"method": "suffix", "suffix_decoding_use_tree_spec": True}},
+        {"method": "bounds"},
+        "with drafts that form trees",
+    ),
     "stages": ("qwen3", {"pipeline_parallel_size": 2}, METHODS[0], "with tensor-parallel or context-parallel ranks or"),
     "drafts": (
         "qwen3",
@@ -122,4 +134,5 @@ def test_what_cannot_be_compressed_is_refused_with_the_reason(tmp_path, case):
 @pytest.mark.parametrize("device", ["cuda:0", "interpreter"])
 def test_executors_of_gpus_do_not_compress(folder, device):
     config = EngineConfig(model=folder, device="cpu", skip_tokenizer_init=True, num_kv_blocks=30)
-    assert compression_refusal(replace(inspect_model(config), device=device), config) == "on a GPU"
+    report = replace(inspect_model(config), device=device)
+    assert compression_refusal(report, config) == bounds_refusal(report, config) == "on a GPU"

@@ -142,6 +142,37 @@ def test_a_disk_that_cannot_be_written_is_told_once(monkeypatch, options, expect
     assert stats.num_dropped > 0
 
 
+def test_thread_goes_on_after_unexpected_errors_and_each_kind_is_told_once(monkeypatch, options, caplog):
+    """One request each finds errors of looking up, reading and writing; the last one finds its pages."""
+    prompts = [PREFIX, *OTHERS[:3]]
+    with make_llm(enable_prefix_caching=False) as cold:
+        expected = [run(cold, [prompt])[0] for prompt in prompts]
+    fill(options, prompts)
+    monkeypatch.setattr(disk_tier, "_MIN_WAIT_S", 30.0)  # this machine may be busy
+
+    def fail(*_):
+        raise KeyError("unforeseen")
+
+    with make_llm(**options) as llm:
+        for name, index in (("find", 0), ("read", 1), ("read", 2)):
+            with monkeypatch.context() as patch:
+                patch.setattr(DiskStore, name, fail)
+                assert run(llm, [prompts[index]]) == (expected[index], [0])
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "write", fail)
+            run(llm, [f"{number} {PREFIX}" for number in range(3)])
+            while llm.llm_engine.save_pages():
+                pass
+        found, (num_cached,) = run(llm, [prompts[3]])
+        stats = llm.llm_engine.stats.tiers[1]
+    assert (found, num_cached >= 64) == (expected[3], True)
+    assert stats.num_errors >= 4
+    assert "KeyError: 'unforeseen'" in stats.problems["error"]
+    told = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert len(told) == 3, told
+    assert all("of the disk tier failed" in text for text in told)
+
+
 def test_a_full_file_system_is_told_once(tmp_path, expected, warnings):
     """A small tmpfs, where one may be mounted: also the index cannot be written there."""
     folder = tmp_path / "small"
@@ -236,12 +267,12 @@ def test_pages_are_not_read_when_computing_is_faster(monkeypatch, options, expec
 
     monkeypatch.setattr(DiskStore, "read", slowly)
     with make_llm(**options) as llm:
-        disk = llm.llm_engine._disk
+        disk = llm.llm_engine.disk_tier
         assert run(llm, [OTHERS[0]])[1] == [0]  # measures computing
-        disk._bytes_per_s = 1000.0  # measured before
+        disk.bytes_per_s = 1000.0  # measured before
         assert run(llm, [PREFIX]) == (expected, [0])
         assert llm.llm_engine.stats.tiers[1].num_declined == 1
-        disk._bytes_per_s = 1e12
+        disk.bytes_per_s = 1e12
         run(llm, OTHERS)
         assert disk.stats.num_read == 0
 

@@ -318,7 +318,7 @@ def test_prompts_are_computed_here_if_the_peer_is_slower(monkeypatch, cold, deco
     monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1.5)
     run(decode, PROMPTS[:1])
     remote = decode.llm_engine.remote_prefill
-    remote._client.peers[0].load.s_per_page, remote._tokens_per_s = 1.0, 1e9
+    remote.client.peers[0].load.s_per_page, remote.tokens_per_s = 1.0, 1e9
     assert run(decode, PROMPTS[1:2]) == (run(cold, PROMPTS[1:2])[0], [0])
     assert outcomes(decode) == {"complete": 1, "slower": 1}
 
@@ -377,7 +377,7 @@ def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path)
     """When they are copied from the shared slots of the prefill engine, these hold other bytes."""
     read = page_client._MappedSlots.read
     with prefill_engine(f"unix:{tmp_path}/pages") as peer, decode_llm(peer.address) as llm:
-        peer.engine.prefill.server._lease_s = 0.5
+        peer.engine.prefill.server.lease_s = 0.5
 
         def read_late(slots, *arguments):
             assert wait_until(lambda: not peer.engine.prefill.num_lendings)
@@ -403,7 +403,7 @@ def test_failed_step_of_the_prefill_engine_is_no_failure_of_the_request(monkeypa
                 raise RuntimeError("the step failed on purpose")
             return execute(plan)
 
-        monkeypatch.setattr(peer.engine._steps, "_runner", type("Runner", (), {"execute": staticmethod(fail_second)}))
+        peer.engine.step_loop.use_runner(type("Runner", (), {"execute": staticmethod(fail_second)}))
         found, cached = run(llm, [PREFIX])
         assert found == run(cold, [PREFIX])[0]
         assert outcomes(llm) == {"partial": 1}

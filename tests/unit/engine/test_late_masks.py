@@ -186,12 +186,12 @@ def test_request_ends_with_its_error_when_a_late_mask_fails(engine, gate):
     submit(engine, "free", [5] * 6, FREE)
     run(engine, until=lambda outputs: "free" in outputs)
     gate.wait_until_held()
-    (fill,) = engine.runner.grammar_masks._pending.values()
+    (fill,) = engine.runner.grammar_masks.pending.values()
 
     def fail(matcher, words):
         raise ValueError("it is too much")
 
-    fill._matcher._inner.source.fill = fail
+    fill.matcher.inner.source.fill = fail
     gate.open()
     outputs = run(engine)
     assert outputs["slow"].outputs[0].finish_reason == "error"
@@ -233,7 +233,7 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     gate, rng = Gate(), random.Random(seed)
     engine = LLMEngine(str(model), **{**NATIVE, **options})
     engine.runner.grammar_masks.wait_policy = HASTY
-    engine.runner.grammar_masks.filler._clock = Clock(random.Random(seed))
+    engine.runner.grammar_masks.filler.clock = Clock(random.Random(seed))
     install_in(engine)
     num_late = 0
     commit = engine.scheduler.commit

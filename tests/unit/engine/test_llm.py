@@ -418,7 +418,8 @@ def test_best_of_prefers_choices_that_did_not_fail(llm, monkeypatch):
 
 def test_generate_leaves_requests_of_others_alone(llm):
     engine = llm.llm_engine
-    taken = f"llm-{llm._num_requests}"
+    last = run(llm, [[1]], greedy(max_tokens=1)).request_id
+    taken = f"llm-{int(last.removeprefix('llm-')) + 1}"
     engine.add_request(taken, [1, 2], greedy(max_tokens=4))
     with pytest.raises(RequestError, match="in use"):
         run(llm, "the", greedy(max_tokens=1))

@@ -112,10 +112,10 @@ def test_step_that_fails_while_its_plan_is_applied_leaves_the_engine_usable(tiny
     for name in ("a", "b"):
         engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
     batch = engine.runner.batch
-    real = batch._append_blocks
-    monkeypatch.setattr(batch, "_append_blocks", lambda row, blocks: (_ for _ in ()).throw(MemoryError("no room")))
+    real = batch.append_blocks
+    monkeypatch.setattr(batch, "append_blocks", lambda row, blocks: (_ for _ in ()).throw(MemoryError("no room")))
     assert [o.outputs[0].finish_reason for o in engine.step()] == ["error", "error"]
-    monkeypatch.setattr(batch, "_append_blocks", real)
+    monkeypatch.setattr(batch, "append_blocks", real)
     for name in ("c", "d"):
         engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
     ends = [o for o in run_to_end(engine) if o.finished]
@@ -190,7 +190,7 @@ def test_failing_text_of_one_request_is_its_own_affair(tiny_model, monkeypatch):
     engine = make_engine(tiny_model)
     engine.add_request("bad", "the", SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True))
     engine.add_request("good", "the", greedy(max_tokens=3))
-    detokenizer = engine._streams["bad"]._choices[1].detokenizer
+    detokenizer = engine.streams["bad"].choices[1].detokenizer
     monkeypatch.setattr(detokenizer, "append", lambda ids: 1 / 0)
     ends = {o.request_id: o for o in run_to_end(engine) if o.finished}
     assert {c.finish_reason for c in ends["bad"].outputs} == {"error"}

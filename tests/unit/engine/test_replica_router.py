@@ -137,7 +137,7 @@ def test_expected_lengths_are_learned_from_outputs_that_ended_by_themselves():
         send(router, make_request(name, max_tokens=None))
         router.note_output(name, 500 if n % 2 else 10)
         router.end(name, is_complete=n % 2 == 0)
-    assert router._mean_output_tokens == pytest.approx(10, rel=0.1)
+    assert router.mean_output_tokens == pytest.approx(10, rel=0.1)
 
 
 def test_books_are_empty_after_any_order_of_events():
@@ -158,7 +158,7 @@ def test_books_are_empty_after_any_order_of_events():
             send(router, make_request(f"s{step}", [rng.randrange(9)] * rng.randrange(1, 60)), (0, 1, 2))
             live.append(f"s{step}")
         assert sum(router.num_requests(index) for index in range(3)) == len(live)
-    assert all(len(replica.prefixes) <= 100 for replica in router._replicas)
+    assert all(len(replica.prefixes) <= 100 for replica in router.replicas)
 
 
 def test_least_recently_used_blocks_are_forgotten_from_the_end_of_their_prompt():

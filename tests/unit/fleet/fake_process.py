@@ -123,7 +123,7 @@ class Fleet:
     async def pass_time(self, seconds):
         """Move the clock, and let the manager look at it."""
         self.now_s += seconds
-        self.manager._wake.set()
+        self.manager.wake.set()
         await self.settle()
 
     async def settle(self):

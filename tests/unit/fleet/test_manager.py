@@ -193,6 +193,19 @@ def test_wait_is_bounded_and_the_load_goes_on():
     run(work())
 
 
+def test_unexpected_error_of_a_start_is_told_and_the_model_is_loaded_later():
+    async def work():
+        async with running({"a": 8}, 8) as fleet:
+            fleet.launch_error = KeyError("unforeseen")
+            with pytest.raises(ApiError, match="unforeseen"):
+                await fleet.use("a")
+            fleet.launch_error = None
+            await fleet.pass_time(2)
+            await fleet.use("a")
+
+    run(work())
+
+
 def test_failed_start_is_told_and_tried_again_after_a_growing_pause():
     async def work():
         async with running({"a": 8}, 8) as fleet:

@@ -241,7 +241,7 @@ def test_no_process_is_left_when_what_started_it_is_killed(vocabulary):
     wait_until(lambda: sandbox.num_slow == 4)
     (server,) = sandbox.servers
     pids = group_of(server)
-    server._control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
+    server.control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
     wait_until(lambda: not any(map(is_alive, pids)))
     compiler.close()
 
@@ -278,14 +278,14 @@ def test_server_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabul
     try:
         compile_one(compiler, "regex", "a")
         (server,) = compiler.sandbox.servers
-        server._control.settimeout(0.2)
+        server.control.settimeout(0.2)
         os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(SandboxServerError):
             server.fork()
         os.kill(server.pid, signal.SIGCONT)
         with pytest.raises(SandboxServerError, match="late"):
             server.fork()
-        compiler.sandbox._idle.clear()
+        compiler.sandbox.idle.clear()
         assert accepts(compile_one(compiler, "regex", "b"), "b")
         assert server not in compiler.sandbox.servers
     finally:

@@ -219,9 +219,9 @@ def test_the_token_of_an_end_is_the_first_of_its_order(compiler):
                 words = np.packbits(bits, bitorder="little").view(np.int32)[None]
                 tried = set(rng.integers(0, 6, rng.integers(0, 4)).tolist())
                 allowed = np.flatnonzero(bits)
-                others = allowed[~np.isin(endings._kinds[allowed], list(tried))]
+                others = allowed[~np.isin(endings.kinds[allowed], list(tried))]
                 allowed = others if len(others) else allowed
-                expected = int(allowed[np.argmin(endings._scores[place][allowed])]) if len(allowed) else None
+                expected = int(allowed[np.argmin(endings.scores[place][allowed])]) if len(allowed) else None
                 assert endings.choose(words, place, tried) == expected
 
 
@@ -377,6 +377,6 @@ def test_end_is_found_when_brackets_of_the_same_mask_follow_each_other(compiler)
     vocabulary = make_vocabulary(PIECES, size=300)
     for byte in b'{"k": {"l": {':
         assert matcher.advance(byte) is None
-    found = ShortestCompletions(vocabulary).find(matcher._inner, 0, 200)
+    found = ShortestCompletions(vocabulary).find(matcher.inner, 0, 200)
     assert found is not None
     assert len(found.tokens) <= 12

@@ -82,7 +82,7 @@ def test_outputs_of_the_demo_model_are_valid_when_they_end_by_themselves(first, 
     llm = LLM("demo", max_num_seqs=64, max_model_len=640, complete_json_within_max_tokens=True)
     try:
         schemas, params = [], []
-        for row in sample_rows()[first::2]:
+        for row in sample_rows()[first::4]:
             asked = StructuredOutputsParams(json=row["schema"], **options)
             try:
                 llm.llm_engine.grammars.start(asked.constraint()).result()
@@ -103,4 +103,4 @@ def test_outputs_of_the_demo_model_are_valid_when_they_end_by_themselves(first, 
                 ended += 1
                 validator.validate(json.loads(choice.text))
     print(f"{options}: {ended} of {num_outputs} outputs of {len(schemas)} schemas ended by themselves")
-    assert ended >= 0.85 * num_outputs  # 0.90 and 0.91 as this is written
+    assert ended >= 0.85 * num_outputs

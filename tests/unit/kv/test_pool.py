@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.kv.pool import KvPool
 
 
@@ -43,24 +42,17 @@ def test_memory_is_taken_only_as_blocks_are_written():
 
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["all-layers", "but-for-layer-1"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "turboquant_4bit", "k8v4"])
-def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped):
-    spec = KvSpec(16, dtype, ((2, 8), (1, 64))).with_layers(skipped, "bfloat16")
-    assert spec.part(1, 2).bytes_per_token == (256 if skipped else KvSpec(16, dtype, ((1, 64),)).bytes_per_token)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped, is_joined):
+    spec = KvSpec(16, dtype, ((2, 8), (1, 64)), is_joined=is_joined).with_layers(skipped, "bfloat16")
+    one = KvSpec(16, "bfloat16" if skipped else dtype, ((1, 64),), is_joined=is_joined)
+    assert spec.part(1, 2).bytes_per_token == one.bytes_per_token
     pool = KvPool(spec, num_blocks=4)
     assert sum(array.nbytes for array in pool.arrays()) == 4 * spec.bytes_per_block
+    assert [array.nbytes for array in pool.arrays()] == [
+        4 * size * spec.layer_shapes[layer][0] for _, layer, size in spec.block_arrays()
+    ]
     for array in pool.arrays():
         array[1] = 7
     pool.copy_blocks(((1, 3),))
     assert all((array[3] == 7).all() and (array[2] == 0).all() for array in pool.arrays())
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1152), ("int8", 580), ("k8v4", 580), ("turboquant_4bit", 292)])
-def test_a_layer_of_deepseek_v3_keeps_576_values_of_a_token(dtype, size):
-    norm = NormSpec("rms", 1e-6)
-    attention = AttentionSpec(128, 1, 576, 192**-0.5, latent=LatentSpec(1536, 512, 128, 64, 128, norm))
-    layers = (LayerSpec(attention, MlpSpec(18432, "silu")),) * 61
-    spec = KvSpec.of(ModelSpec("deepseek_v3", "bfloat16", 129280, 7168, layers, norm, 163840), 16, dtype)
-    assert spec.bytes_per_token == 61 * size
-    arrays = KvPool(spec.part(0, 1), num_blocks=3).arrays()
-    assert sum(array.nbytes for array in arrays) == 3 * 16 * size
-    assert [array.nbytes // 3 for array in arrays] == [head_bytes for _, _, head_bytes in spec.part(0, 1).block_arrays()]

@@ -412,3 +412,40 @@ def test_missing_folder_or_config_is_named(tmp_path):
 def test_reading_a_config_loads_no_torch():
     code = "import sys, quire.model.config_reader, quire.model.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "shared"], "index_topk_pattern": "FFFF"}, [1, 3]),
+        ({"index_topk_pattern": "FSSF"}, [1, 2]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [1, 3]),
+        ({"index_topk_freq": 3}, [2, 3]),
+        ({}, []),
+    ],
+)
+def test_layers_that_share_an_indexer(write_config, changes, shared):
+    spec = read_model_spec(write_config("glm_moe_dsa", num_key_value_heads=4, **changes))
+    flags = [layer.attention.latent.indexer.is_shared for layer in spec.layers]
+    assert [index for index, flag in enumerate(flags) if flag] == shared
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error"),
+    [
+        ("glm_moe_dsa", {"index_topk_pattern": "SFFF"}, "index_topk_pattern must be 'full' or .* got 'SFFF'"),
+        ("deepseek_v32", {"indexer_types": ["full", "shared"] * 2}, "indexer_types 'shared' is not supported in a 'deepseek"),
+        (
+            "mpt",
+            {"attn_config": {"qk_ln": True}},
+            "attn_config: qk_ln True is not supported in a 'mpt' model; supported: False",
+        ),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, "attn_config: clip_qkv must be a positive number, got -1"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "ffn_config: moe_normalize.* must be 1 or null, got 2.0"),
+        ("minimax", {"attn_type_list": [0]}, "the length of attn_type_list must be num_hidden_layers .4., got 1"),
+        ("minimax", {"sliding_window": 8}, "sliding_window 8 is not supported in a 'minimax' model; supported: None"),
+    ],
+)
+def test_what_a_family_lacks_is_refused_with_what_was_given(write_config, model_type, changes, error):
+    with pytest.raises((ModelFormatError, UnsupportedError), match=error):
+        read_model_spec(write_config(model_type, num_key_value_heads=4, **changes))

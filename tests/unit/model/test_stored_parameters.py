@@ -46,14 +46,14 @@ class Unpacked:
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    seen, load = Unpacked(), compressed_tensors._load_packed
+    seen, load = Unpacked(), compressed_tensors.load_packed
 
     def record(*arguments):
         weight = load(*arguments)
         seen.add(weight)
         return weight
 
-    monkeypatch.setattr(compressed_tensors, "_load_packed", record)
+    monkeypatch.setattr(compressed_tensors, "load_packed", record)
     return seen
 
 

@@ -333,9 +333,10 @@ def test_counting_communicator_counts_calls_and_bytes():
 
 
 def test_times_of_a_begun_exchange_are_counted_when_they_are_known():
-    times, counting = [None], CountingCommunicator(LocalCommunicator())
+    times, inner = [None], LocalCommunicator()
+    counting = CountingCommunicator(inner)
     begun = SimpleNamespace(wait=lambda: None, seconds=lambda: times[-1])
-    counting._inner.begin_all_to_all = lambda *_: begun
+    inner.begin_all_to_all = lambda *_: begun
     counting.begin_all_to_all(torch.empty(3), torch.empty(3), [3], [3])  # never waited for
     transfer = counting.begin_all_to_all(torch.empty(3), torch.empty(3), [3], [3])
     transfer.wait()

@@ -38,6 +38,50 @@ def test_improve_reaches_the_limit_with_few_moves(num_experts, num_redundant, nu
     assert max(num_moves) <= 0.1 * sum(counts)
 
 
+def _routes(rng, num_experts, num_groups, num_tokens=4000):
+    """Tokens choose six experts, most of them of one group, in an order that placements do not know."""
+    groups = rng.permutation(num_experts).reshape(num_groups, -1)
+    scores = rng.gumbel(size=(num_tokens, num_experts)) + rng.normal(0, 0.5, num_experts)
+    rows = np.arange(num_tokens)[:, None]
+    scores[rows, groups[rng.integers(num_groups, size=num_tokens)]] += 3.0
+    return np.argsort(-scores, 1)[:, :6]
+
+
+def _hosts_of_tokens(placement, routes, num_hosts):
+    """Return on how many hosts a token's experts are, on average, with the fewest hosts that have copies of them all."""
+    size = len(placement.ranks) // num_hosts
+    has = np.zeros((num_hosts, placement.num_experts), bool)
+    for rank, own in enumerate(placement.ranks):
+        has[rank // size, list(own)] = True
+    numbers = np.arange(1, 1 << num_hosts)
+    unions = np.array([has[[number >> host & 1 == 1 for host in range(num_hosts)]].any(0) for number in numbers])
+    is_enough = unions[:, routes].all(2)
+    sizes = np.array([int(number).bit_count() for number in numbers])
+    return np.where(is_enough, sizes[:, None], num_hosts).min(0).mean()
+
+
+@pytest.mark.parametrize(("num_redundant", "num_hosts"), [(0, 2), (0, 4), (16, 2)])
+def test_experts_that_are_chosen_together_are_on_one_host(num_redundant, num_hosts):
+    rng = np.random.default_rng(num_hosts)
+    routes, num_experts = _routes(rng, 64, 4), 64
+    chosen = np.zeros((len(routes), num_experts), np.int64)
+    np.put_along_axis(chosen, routes, 1, 1)
+    load, pairs, counts = chosen.sum(0), chosen.T @ chosen, slot_counts(num_experts, num_redundant, (1.0,) * 8)
+    flat, gathered = place(load, counts), place(load, counts, None, num_hosts, pairs)
+    assert _hosts_of_tokens(gathered, routes, num_hosts) < 0.85 * _hosts_of_tokens(flat, routes, num_hosts)
+    assert gathered.imbalance(load) < 1.1
+    assert tuple(map(len, gathered.ranks)) == counts
+    later = load * rng.lognormal(0, 0.3, num_experts)
+    improved = apply_moves(gathered, improve(gathered, later, num_hosts=num_hosts))
+    assert improved.imbalance(later) < gathered.imbalance(later)
+    assert _hosts_of_tokens(improved, routes, num_hosts) < 0.9 * _hosts_of_tokens(flat, routes, num_hosts)
+
+
+def test_hosts_of_unequal_numbers_of_ranks_are_refused():
+    with pytest.raises(ConfigError, match="hosts must divide the 3 ranks, got 2"):
+        improve(linear_placement(6, (2, 2, 2)), [1] * 6, num_hosts=2)
+
+
 def test_improve_moves_less_than_placing_anew():
     counts = slot_counts(128, 16, (1.0,) * 8)
     for load, later in _windows(3, 128):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.base.errors import ConfigError
-from quire.parallel.shards import ShardRange, equal_shares, head_range, shard_range, shard_sizes
+from quire.parallel.shards import ShardRange, head_range, shard_range, shard_sizes
 
 shares_of_ranks = st.lists(st.one_of(st.integers(1, 9), st.floats(0.05, 20)), min_size=1, max_size=9)
 
@@ -64,7 +64,7 @@ HEADS = [(num_kv, group) for num_kv in (1, 2, 4, 7, 8) for group in (1, 2, 3, 7,
 def test_heads_of_all_ranks_are_all_heads_and_lie_by_their_kv_heads(num_kv, group):
     num_heads = num_kv * group
     for num_ranks in range(1, min(num_heads, 12) + 1):
-        for shares in (equal_shares(num_ranks), tuple(range(1, num_ranks + 1))):
+        for shares in ((1.0,) * num_ranks, tuple(range(1, num_ranks + 1))):
             ranges = [head_range(num_heads, num_kv, rank, shares) for rank in range(num_ranks)]
             assert [head for own in ranges for head in range(own.heads.start, own.heads.stop)] == list(range(num_heads))
             for own in ranges:
@@ -74,7 +74,7 @@ def test_heads_of_all_ranks_are_all_heads_and_lie_by_their_kv_heads(num_kv, grou
 
 
 def test_ranks_of_one_kv_head_divide_its_query_heads():
-    ranges = [head_range(14, 2, rank, equal_shares(4)) for rank in range(4)]
+    ranges = [head_range(14, 2, rank, (1.0,) * 4) for rank in range(4)]
     assert [(own.heads.size, own.kv_heads) for own in ranges] == [
         (4, ShardRange(0, 1)),
         (3, ShardRange(0, 1)),
@@ -94,9 +94,9 @@ def test_larger_rank_has_a_kv_head_of_its_own():
 @pytest.mark.parametrize(
     "call, named",
     [
-        (lambda: head_range(4, 2, 0, equal_shares(5)), "tensor_parallel_size"),
-        (lambda: head_range(5, 2, 0, equal_shares(1)), "num_kv_heads"),
-        (lambda: head_range(8, 2, 4, equal_shares(4)), "rank"),
+        (lambda: head_range(4, 2, 0, (1.0,) * 5), "tensor_parallel_size"),
+        (lambda: head_range(5, 2, 0, (1.0,) * 1), "num_kv_heads"),
+        (lambda: head_range(8, 2, 4, (1.0,) * 4), "rank"),
         (lambda: shard_range(8, 2, (1, 1)), "rank"),
         (lambda: shard_range(8, 0, (1, 0)), "share"),
         (lambda: shard_range(-1, 0, (1, 1)), "total"),

@@ -14,6 +14,7 @@ from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.kernels.native import load_native
 from quire.model.checkpoint import open_parameters
+from quire.model.tensor_shards import ModelShard
 from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.expert_placement import linear_placement
 from quire.parallel.torch_communicator import ORDERED_BYTES
@@ -25,18 +26,10 @@ from quire.planner.expert_exchange import (
     seconds_in_halves,
 )
 from quire.planner.hardware import find_hardware
+from quire.planner.layout import Layout, parse_cluster, usual_layouts
 from quire.planner.model_shape import ModelShape
-from quire.planner.parallel_time import (
-    Layout,
-    Load,
-    ParallelSimulation,
-    describe_times,
-    gathered_widths,
-    layer_exchange,
-    parse_cluster,
-    step_exchange,
-    usual_layouts,
-)
+from quire.planner.parallel_time import Load, ParallelSimulation, describe_times
+from quire.planner.rank_exchange import StepTokens, context_exchange, gathered_widths, layer_exchange, step_exchange
 from tests.rank_threads import RankThreads
 
 
@@ -73,19 +66,40 @@ def test_bytes_are_those_that_were_counted_by_hand(model):
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
-@pytest.mark.parametrize(("model", "layout"), [("demo", "tp2"), ("demo-moe", "tp3"), ("demo-moe", "ep2"), ("demo-moe", "ep3")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("demo", "tp2"), ("demo-moe", "tp3"), ("demo-moe", "ep2"), ("demo-moe", "ep3"), ("demo", "tp2xhomes2"), ("demo", "pcp2"),
+     ("demo-moe", "ep2xhomes2"), ("demo-moe", "tp2xdcp2"),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in (("demo", "tp4xhomes2"), ("demo-moe", "tp4xdcp2")))],
+)  # fmt: skip
 def test_collectives_and_bytes_are_those_that_ranks_count(model, layout):
     """Decode steps of two sequences on CPU ranks, which gather f32 rows at barriers."""
     report, _ = _inspect(model)
-    spec, layout, num_steps = report.spec, Layout.parse(layout), 3
+    spec, layout, num_steps = replace(report.spec, layers=report.spec.layers[:2]), Layout.parse(layout), 2
     shares = (1.0,) * layout.num_tensor
     placement = linear_placement(16, tuple(np.diff(np.linspace(0, 16, layout.num_tensor + 1).astype(int)).tolist()))
-    placements = dict.fromkeys(range(3), placement) if layout.has_whole_experts else None
-    ranks = RankThreads(spec, lambda: open_parameters(report.folder, spec), shares, 64, placements=placements)
-    pools, tables = ranks.pools(16, "bfloat16", 2), [np.array([block], np.int64) for block in (0, 1)]
+    placements = dict.fromkeys(range(2), placement) if layout.has_whole_experts else None
+    places = max(layout.num_homes, layout.num_places)
+    ranks = RankThreads(
+        spec,
+        lambda: {
+            name: value
+            for name, value in open_parameters(report.folder, report.spec).items()
+            if not name.startswith("layers.") or int(name.split(".")[1]) < len(spec.layers)
+        },
+        shares,
+        64,
+        placements=placements,
+        context=(places, 2 if places > 1 else 0),
+        num_row_groups=layout.num_parts,
+        home_size=layout.head_ranks if layout.num_homes > 1 else 0,
+    )
+    # The second sequence is at the second home, or its first chunk on the second rank.
+    pools, tables = ranks.pools(16, "bfloat16", 2), [np.array([block], np.int64) for block in (0, 2 if places > 1 else 1)]
 
     def counts():
-        return sum(ranks.barriers[0].counts(rank).num_bytes for rank in range(layout.num_tensor)), ranks.num_barriers[0]
+        counted = [ranks.barriers[0].counts(rank) for rank in range(layout.num_devices)]
+        return sum(each.num_bytes for each in counted), counted[0].num_barriers
 
     def step(at):
         runs = TokenRuns([9, 21 + at], [0, 1, 2], [at + 1, at + 1], tables, [address_of(table) for table in tables])
@@ -97,11 +111,12 @@ def test_collectives_and_bytes_are_those_that_ranks_count(model, layout):
         step(at)
     bytes_after, barriers_after = counts()
     ranks.close()
-    predicted = step_exchange(spec, layout, True, 4)
+    predicted = step_exchange(spec, layout, True, 4, StepTokens(2))
     assert barriers_after - barriers_before == predicted.num_calls * num_steps
     written = (bytes_after - bytes_before) / (2 * num_steps)  # of a token by all ranks; each receives what the others wrote
-    size = layout.num_tensor
-    assert predicted.num_bytes == pytest.approx(written * (size - 1) / size, rel=0.1)
+    size = layout.num_devices
+    if places in (1, size):  # of several groups, the ranks of one receive only what the others of it wrote
+        assert predicted.num_bytes == pytest.approx(written * (size - 1) / size, rel=0.002)
 
 
 def test_whole_experts_gather_less():
@@ -132,6 +147,53 @@ def test_a_step_is_the_sum_of_its_parts_by_hand():
     stages = simulation.step(Layout(num_stages=2), Load(8, 64))
     assert stages.step_s > replicas.step_s
     assert stages.read_bytes < one.read_bytes
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp4xhomes4", "tp4xhomes2", "tp4xdcp2", "tp4xdcp4"])
+def test_weights_and_keys_of_a_rank_are_those_of_its_shard(layout):
+    """`demo-moe` has two key and value heads."""
+    simulation, layout = _simulation("demo-moe", "xeon-8480"), Layout.parse(layout)
+    spec, shape = simulation.spec, simulation.shape
+    home_size = layout.head_ranks if layout.num_homes > 1 else 0
+    shards = [
+        ModelShard.of(spec, rank, (1,) * layout.num_tensor, None, layout.num_places, home_size)
+        for rank in range(layout.num_tensor)
+    ]
+    found = simulation.step(layout, Load(8, 64))
+    sizes = [sum(map(math.prod, each.parameter_shapes(_inspect("demo-moe")[0].parameters).values())) for each in shards]
+    assert found.held_bytes == pytest.approx(2 * max(sizes), rel=0.05)  # copies of k and v are not counted
+    held = max(each.kv_spec(spec, 16, "bfloat16").bytes_per_block / 16 for each in shards)
+    held /= layout.num_homes * layout.num_places
+    assert layout.kv_share(shape.num_kv_heads) * shape.kv_bytes_per_token("bfloat16") == pytest.approx(held)
+    room = 0.9 * simulation.hardware.memory_bytes - found.held_bytes
+    assert found.capacity_tokens == pytest.approx(room / held, rel=0.01)
+
+
+def test_prompts_are_divided_and_decoded_tokens_are_not_on_gpus():
+    simulation, one, two = _simulation("demo"), Layout(), Layout.parse("pcp2")
+    prompts, decode = Load(1, 8192, num_new=8192), Load(64, 1024)
+    whole, half = (simulation.step(layout, prompts) for layout in (one, two))
+    assert half.compute_s == pytest.approx(whole.compute_s / 2, rel=0.02)
+    assert half.num_collectives == 2 * simulation.shape.num_layers + 1
+    kv_bytes = simulation.shape.kv_bytes_per_token("bfloat16")
+    assert half.exchange_bytes == pytest.approx(kv_bytes / 2 + simulation.spec.hidden_size)
+    assert half.held_bytes == whole.held_bytes
+    assert replace(simulation.step(two, decode), layout=one) == simulation.step(one, decode)
+    cpu = replace(simulation, hardware=find_hardware("xeon-8480"), is_gathered=True, value_bytes=4)
+    assert cpu.step(two, decode).compute_s < cpu.step(one, decode).compute_s
+
+
+def test_ranks_that_share_tokens_send_results_of_decoded_ones_and_keys_of_prompts():
+    layer, layout = _inspect("demo-moe")[0].spec.layers[0], Layout.parse("tp4xdcp2")
+    rows = (2 + 2 * 1) * 32 * 2 / 2  # of the two heads of a group, from one other rank
+
+    def counted(num_new, is_gathered=False):
+        found = context_exchange(layer, layout, StepTokens(1, num_new, 2048, 2.0, True), is_gathered, 2)
+        return found.num_calls, found.num_bytes
+
+    assert counted(1) == (2, rows + 2 * 33 * 4)
+    assert counted(1, True) == (3, rows + 2 * 33 * 4 * 4)  # four of eight chunks of 256
+    assert counted(512) == (3, rows + 2 * 32 * 2 * 2048 / 512 / 2)
 
 
 def test_an_imbalance_slows_ranks_with_whole_experts_only():
@@ -167,15 +229,17 @@ def test_copies_of_rows_are_those_that_even_routing_counts(num_hosts):
 
 
 def test_rows_of_experts_travel_in_the_form_and_the_way_that_is_asked_for():
-    def traffic(is_gathered=False, **links):
-        return dispatch_and_combine(MIXTURE, 1024, 8, ExpertLinks(**links), 2, is_gathered)
+    def traffic(is_gathered=False, is_float8=False, **links):
+        return dispatch_and_combine(MIXTURE, 1024, 8, ExpertLinks(**links), 2, is_gathered, is_float8)
 
     dispatch, combine = traffic()
     assert dispatch == combine
     assert (dispatch.num_calls, dispatch.network_bytes) == (1, 0)
     assert dispatch.local_bytes == pytest.approx(7 / 8 * 2048 * (1 - math.comb(28, 4) / math.comb(32, 4)))
-    assert traffic(payload="fp8")[0].local_bytes / dispatch.local_bytes == pytest.approx(1028 / 2048)
+    assert traffic(payload="fp8")[0].local_bytes / dispatch.local_bytes == pytest.approx(1040 / 2048)
     assert traffic(payload="fp8")[1] == combine
+    assert traffic(is_float8=True) == traffic(payload="fp8")
+    assert traffic(is_float8=True, payload="model") == (dispatch, combine)
     one, two = traffic(num_hosts=2, has_stages=False)[0], traffic(num_hosts=2)[0]
     assert one.local_bytes + one.network_bytes == pytest.approx(dispatch.local_bytes)
     assert two.network_bytes < one.network_bytes / 1.5
@@ -194,6 +258,12 @@ def test_large_steps_of_gpu_ranks_exchange_rows_and_halves_hide_a_part():
     assert whole.num_collectives == 3 * 5 + 2
     assert (halves.num_collectives, halves.exchange_bytes) == (3 * 7 + 2, whole.exchange_bytes)
     assert whole.hidden_s == 0 < halves.hidden_s
+    narrow = replace(simulation, precision="fp8")
+    in_float8, wide = (
+        replace(narrow, links=ExpertLinks(payload)).step(layout, Load(16384, 16)).exchange_bytes
+        for payload in ("auto", "model")
+    )
+    assert 0 < in_float8 < wide == whole.exchange_bytes
     assert halves.exchange_s < whole.exchange_s + 6 * simulation.hardware.efficiency.collective_s
     assert seconds_in_halves(2.0, 5.0, 3.0) == 2 + 5 + 5 + 3
     assert seconds_in_halves(4.0, 1.0, 6.0) == 4 + 4 + 6 + 6
@@ -213,6 +283,10 @@ def test_layouts_that_cannot_be_read_are_refused(text):
 @pytest.mark.parametrize(
     ("model", "layout", "reason"),
     [
+        ("demo", "tp4xhomes3", "homes3 must divide the 4 tensor ranks"),
+        ("demo", "tp4xhomes2", "homes of 2 ranks, but on GPUs each rank is a home"),
+        ("demo", "tp4xhomes4xdcp2", "homes cannot be combined with dcp"),
+        ("demo-moe", "ep2xpcp2", "pcp cannot be combined with ep"),
         ("demo", "ep2", "places experts, but demo has none"),
         ("demo-moe", "tp5", "5 ranks, but there are 4 attention heads"),
         ("demo-moe", "pp4", "4 stages, but there are 3 layers"),

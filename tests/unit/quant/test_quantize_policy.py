@@ -13,7 +13,7 @@ from quire import LLM, ConfigError, SamplingParams
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.quant.parameters import QuantizedStack
-from quire.quant.policy import POLICIES, QuantizationPolicy, quantize_parameters
+from quire.quant.policy import POLICIES, QuantizationPolicy, describe_short_rows, quantize_parameters
 from quire.quant.quantize import FINE_INT4, INT4, INT8, quantize_weight
 from quire.quant.weight import QuantizedWeight
 from tests.tiny_checkpoint import write_checkpoint
@@ -101,6 +101,19 @@ def test_tied_model_has_one_quantised_embedding(tmp_path):
 def test_policy_can_leave_embedding_and_head(tiny_model):
     found = kinds(quantize(tiny_model, replace(POLICIES["int8"], embedding=None, head=INT4)))
     assert (found["embed.weight"], found["lm_head.weight"]) == ("float", "int4")
+
+
+def test_weights_with_short_rows_that_get_int8_are_named():
+    shapes = {
+        "embed.weight": (90, 64),
+        "layers.1.k.weight": (8, 64),
+        "layers.1.q.weight": (8, 64),
+        "layers.1.o.weight": (8, 512),
+    }
+    found = describe_short_rows(shapes, 9, POLICIES["int4"])
+    assert found == "embed, k get int8, as their rows have fewer than 256 values"
+    assert describe_short_rows(shapes, 9, POLICIES["int8"]) is None
+    assert describe_short_rows({"layers.1.k.weight": (8, 512)}, 9, POLICIES["int4"]) is None
 
 
 def test_parameters_that_are_quantised_already_are_refused(tiny_model):

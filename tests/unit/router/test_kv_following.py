@@ -13,6 +13,7 @@ pytest.importorskip("uvicorn", reason="needs quire[server]")
 
 from quire.base.errors import ConfigError
 from quire.contracts.block_keys import block_keys
+from quire.router import kv_subscriber
 from quire.router.block_index import BlockIndex, chain_keys
 from quire.router.config import KvEventSource, RouterConfig, parse_backend, parse_kv_events
 from quire.router.kv_events import Cleared, KvEventError, Removed, Stored, decode_batch
@@ -220,6 +221,21 @@ def test_what_was_published_before_is_replayed(tmp_path):
     follow(tmp_path, work)
 
 
+def test_events_are_followed_again_after_an_unexpected_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_subscriber, "_RETRY_S", 0.01)
+
+    async def work(publisher, subscriber, until, answers):
+        await until(lambda: subscriber.is_live)
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockIndex, "apply", lambda *_: 1 // 0)
+            await publisher.send(stored([1, 2, 3, 4]))
+            await until(lambda: subscriber.state == "silent")
+        await until(lambda: num_cached(subscriber.index, [1, 2, 3, 4]) == 1)
+        assert (subscriber.state, subscriber.is_complete) == ("live", True)
+
+    follow(tmp_path, work)
+
+
 def test_gap_is_filled_by_a_replay(tmp_path):
     async def work(publisher, subscriber, until, answers):
         await until(lambda: subscriber.is_live)
@@ -387,7 +403,7 @@ def test_publisher_of_quire_is_followed_in_both_encodings(tmp_path, encoding):
 def test_map_encoding_names_the_fields_of_vllm(tmp_path):
     publisher = KvEventPublisher(KvEventOptions(f"ipc://{tmp_path}/e", encoding="map"), SIZE)
     try:
-        (_, payload) = publisher._kept[0]
+        (_, payload) = publisher.kept[0]
         ts, events, rank = msgspec.msgpack.decode(payload)
         assert (events, rank) == ([{"type": "AllBlocksCleared"}], 0)
         assert abs(ts - time.time()) < 60

@@ -98,7 +98,7 @@ def make_served(template: str | None = None, config: ServerConfig | None = None,
     """Return the demo model as the APIs see it, perhaps with another chat template; info changes its EngineInfo."""
     tokenizer = load_demo_tokenizer()
     if template is not None:
-        tokenizer = Tokenizer(tokenizer._backend, tokenizer.named_tokens, template)
+        tokenizer = Tokenizer(tokenizer.backend, tokenizer.named_tokens, template)
     return make_served_model(engine_info(**info), config or ServerConfig(), tokenizer)
 
 

@@ -28,14 +28,14 @@ def engine_steps(engine):
 
 def simulated_steps(config, monkeypatch):
     steps = []
-    original = SimulatedReplica._spans
+    original = SimulatedReplica.spans
 
     def note(self, plan):
         find = self.scheduler.sequence
         steps.append([(find(key).request.request_id, count) for key, count in plan.num_scheduled_tokens.items()])
         return original(self, plan)
 
-    monkeypatch.setattr(SimulatedReplica, "_spans", note)
+    monkeypatch.setattr(SimulatedReplica, "spans", note)
     monkeypatch.setattr("quire.simulate.replica._MAX_DECODE_RUN", 1)
     simulate(
         SimulateOptions(

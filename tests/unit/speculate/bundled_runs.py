@@ -99,8 +99,8 @@ def note_runs(engine):
 
     def note(plan, paths):
         for key, path in paths.items():
-            seed = speculator._followed[key].sequence.request.seed
-            runs[seed].append(len(path) - min(len(path), len(speculator._forced.of(key))))
+            seed = speculator.followed[key].sequence.request.seed
+            runs[seed].append(len(path) - min(len(path), len(speculator.forced.of(key))))
         return end(plan, paths)
 
     speculator.end = note

@@ -34,7 +34,7 @@ class Clock:
 
     def perf_counter(self):
         cost = CHEAP if self.num_steps >= self.first_cheap else DEAR
-        self.now_s += 1e-3 * (self.random.uniform(1.0, 1.02) + cost * self.speculator._num_drafts)
+        self.now_s += 1e-3 * (self.random.uniform(1.0, 1.02) + cost * self.speculator.num_drafts)
         return self.now_s
 
 
@@ -72,7 +72,7 @@ def run(scale, clock=None, **options):
                 found[int(output.request_id)] = output.outputs[0]
                 num_preemptions += output.metrics.num_preemptions
         if controller is not None:
-            seen.append((speculator._num_skipped, controller.disabled_left, bool(speculator._drafted), controller.is_trial))
+            seen.append((speculator.num_skipped, controller.disabled_left, bool(speculator.drafted), controller.is_trial))
         num_steps += 1
     check_invariants(engine.scheduler)
     assert engine.scheduler.kv.pool.num_free == options.get("num_kv_blocks", 160)

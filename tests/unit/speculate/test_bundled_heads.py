@@ -171,7 +171,7 @@ def test_drafts_end_where_the_head_doubts(head):
     expected = [output.outputs[0].token_ids for output in generate(plain)]
     plain.close()
     llm = start(head, drafting={"draft_p_min": 0.5})
-    model = llm.llm_engine.speculator.proposer._model
+    model = llm.llm_engine.speculator.proposer.model
     draft, seen = model.draft, []
 
     def note(*args):

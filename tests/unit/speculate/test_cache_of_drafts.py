@@ -108,14 +108,14 @@ class Recorder:
     def __init__(self, llm):
         self.speculator = llm.llm_engine.speculator
         proposer = self.speculator.proposer
-        self.is_merged = hasattr(proposer, "_proposers")
-        self.proposer = proposer._proposers[0] if self.is_merged else proposer
+        self.is_merged = hasattr(proposer, "proposers")
+        self.proposer = proposer.proposers[0] if self.is_merged else proposer
         self.seen, self.tokens, self.foreign = {}, {}, set()
         if isinstance(self.proposer, HeadProposer):
             self.watch_features()
 
     def watch_features(self):
-        take_in = self.proposer._take_in
+        take_in = self.proposer.take_in
 
         def note(sequence, first, run):
             before = sequence.memo
@@ -125,7 +125,7 @@ class Recorder:
                 places = [*range(sequence.memo.done, first), *([first - 1] if first % SIZE == 0 and first > 0 else [])]
                 self.foreign |= {(int(sequence.table[place // SIZE]), place % SIZE) for place in places}
 
-        self.proposer._take_in = note
+        self.proposer.take_in = note
 
     def held(self, memo):
         if isinstance(self.proposer, DraftModelProposer):
@@ -134,7 +134,7 @@ class Recorder:
 
     def record(self):
         (pool,) = self.proposer.pools
-        for followed in self.speculator._followed.values():
+        for followed in self.speculator.followed.values():
             sequence = followed.sequence
             memo = sequence.memo[0].sequence.memo if self.is_merged and sequence.memo is not None else sequence.memo
             first, last = (0, 0) if memo is None else self.held(memo)
@@ -184,8 +184,8 @@ def test_own_cache_holds_after_every_step_what_a_fresh_run_would(tiny_model, tmp
             engine.add_request(f"{turn}-{index}", prompt, asked)
         while engine.has_unfinished_requests():
             if option == "asleep" and turn == 0:
-                recorder.speculator._end_skipping()
-                recorder.speculator.controller._budget.disabled_left = 1000 if 3 <= num_steps < 9 else 0
+                recorder.speculator.end_skipping()
+                recorder.speculator.controller.budget.disabled_left = 1000 if 3 <= num_steps < 9 else 0
             num_preemptions += sum(output.metrics.num_preemptions for output in engine.step() if output.finished)
             num_steps += 1
             recorder.record()

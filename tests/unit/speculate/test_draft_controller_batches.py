@@ -107,4 +107,4 @@ def test_catching_up_is_no_part_of_what_a_step_with_drafts_takes():
         chosen = 0 if controller.is_disabled else controller.choose([(record, NUM_MAX)])[0]
         controller.note_step(1, drafts, 1.0 + 0.1 * drafts + 0.5 * caught_up, caught_up if caught_up > 1 else 0)
         drafts = chosen
-    assert controller._costs.ratio(1, NUM_MAX) == pytest.approx(1.4, rel=0.02)
+    assert controller.costs.ratio(1, NUM_MAX) == pytest.approx(1.4, rel=0.02)

@@ -255,7 +255,7 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
 def test_medusa_says_the_same_natively_and_by_torch(tiny_model, tmp_path):
     head = read_parallel_head(heads.medusa(tmp_path / "head"), read_model_spec(tiny_model))
     hidden = torch.randn(4, heads.HIDDEN, generator=torch.Generator().manual_seed(1))
-    native, plain = (ParallelModel(head, module).speak(hidden, 3) for module in (load_native(), None))
+    native, plain = (ParallelModel(head, module).logits(hidden, 3) for module in (load_native(), None))
     for said, expected, block, output in zip(native, plain, head.blocks, head.heads, strict=True):
         torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
         weight, bias = block[0]
@@ -268,7 +268,7 @@ def test_medusa_finds_the_best_outputs_of_its_heads(tiny_model, tmp_path):
     hidden = torch.randn(5, heads.HIDDEN, generator=torch.Generator().manual_seed(3))[1:]
     for module in (load_native(), None):
         model = ParallelModel(head, module)
-        best = model.speak(hidden, 2).argmax(-1).T
+        best = model.logits(hidden, 2).argmax(-1).T
         assert model.best(hidden, 4, 2) == best.tolist()
         assert model.best(hidden, 3, 2) == best[:3].tolist()
         named = ParallelModel(replace(head, vocabulary=torch.arange(model.vocab_size, dtype=torch.int32) * 2 + 1), module)
@@ -279,8 +279,8 @@ def test_medusa_finds_the_best_outputs_of_its_heads(tiny_model, tmp_path):
 def test_medusa_in_int8_says_nearly_the_same(tiny_model, tmp_path):
     head = read_parallel_head(heads.medusa(tmp_path / "head"), read_model_spec(tiny_model))
     hidden = torch.randn(4, heads.HIDDEN, generator=torch.Generator().manual_seed(1))
-    said = ParallelModel(head, load_native(), POLICIES["int8"]).speak(hidden, 3)
-    expected = ParallelModel(head, None).speak(hidden, 3)
+    said = ParallelModel(head, load_native(), POLICIES["int8"]).logits(hidden, 3)
+    expected = ParallelModel(head, None).logits(hidden, 3)
     # 127 levels for weights and for inputs, through two layers.
     assert float((said - expected).norm() / expected.norm()) < 0.03
     with pytest.raises(UnsupportedError, match="native kernels"):

@@ -21,10 +21,10 @@ class Sampling:
 
     def __init__(self, forced=(), fitting=(), is_constrained=True):
         self.matcher = object() if is_constrained else None
-        self._forced, self._fitting = forced, fitting
+        self.forced, self._fitting = forced, fitting
 
     def forced_tokens(self):
-        return self._forced
+        return self.forced
 
     def num_fitting(self, tokens):
         return next((i for i, (a, b) in enumerate(zip(tokens, self._fitting, strict=False)) if a != b),
@@ -155,8 +155,8 @@ def test_drafts_that_were_asked_for_count_when_doubtful_ones_are_left_out():
 
 def test_steps_with_forced_tokens_alone_tell_the_controller_nothing():
     speculator, controller = start(Sampling((9,), (9,)))
+    controller.choose = lambda offers: [0] * len(offers)
     speculator.end(plan(0), {SequenceId(0): ()})
-    speculator._num_wanted.clear()
     speculator.begin(plan(1))
     assert speculator.propose(plan(1, {SequenceId(0): 1})) == {SequenceId(0): Draft.chain((9,))}
     speculator.end(plan(1), {SequenceId(0): (0,)})
@@ -196,7 +196,7 @@ def test_a_trial_waits_when_the_step_would_tell_nothing(disturbance):
     if disturbance == "forced":
         request = SimpleNamespace(request_id="s", prompt_token_ids=(5,))
         speculator.follow(DraftedSequence(SequenceId(1), request, 0, [5, 6], Sampling((9,), (9,)), None))
-        speculator._forced.num_available(SequenceId(1), Sampling((9,), (9,)))
+        speculator.forced.num_available(SequenceId(1), Sampling((9,), (9,)))
         slots[SequenceId(1)] = 1
     step = plan(1, slots, num_prompt_tokens=64 if disturbance == "prompt" else 1)
     speculator.begin(step)
@@ -217,8 +217,8 @@ def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
     assert speculator.propose(plan(1, wishes))
     speculator.end(plan(1), {SequenceId(0): (0,)})
     speculator.leave()
-    assert speculator._forced.of(SequenceId(0)) == ()
-    assert not any((speculator._drafts, speculator._drafted, speculator._followed, speculator.wants_logits))
+    assert speculator.forced.of(SequenceId(0)) == ()
+    assert not any((speculator.drafted, speculator.followed, speculator.wants_logits))
     speculator.begin(plan(2))
     assert (controller.steps, controller.passed) == ([(1, 0)], [3])
 

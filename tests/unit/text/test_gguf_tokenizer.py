@@ -382,7 +382,7 @@ def test_chat_template_runs_in_the_sandbox(tmp_path):
 
 def test_whole_tokenizer_json_is_used_only_when_it_fits(tmp_path, caplog):
     original = load(tmp_path, small_bpe())
-    whole = json.loads(original._backend._tokenizer.to_str())
+    whole = json.loads(original.backend._tokenizer.to_str())
     whole["model"]["merges"].append(["ab", "c"])
     whole["model"]["ignore_merges"] = False
     changed = load(tmp_path, small_bpe(**{"tokenizer.huggingface.json": ("string", json.dumps(whole))}))

@@ -52,7 +52,7 @@ def test_ranks_are_those_of_the_tokens_that_came_in_what_the_heads_say(tiny_mode
     assert ranks.shape == (2 * (24 - 1 - 3 - 7), 3)
     model = ParallelModel(read_parallel_head(folder, target.spec), None)
     hidden = target.compute(torch.from_numpy(sequences[1:].astype(np.int64))).hidden[0]
-    said = [logits[0] for logits in model.speak(hidden[9][None].float(), 3)]
+    said = [logits[0] for logits in model.logits(hidden[9][None].float(), 3)]
     expected = [int((logits > logits[sequences[1, 11 + i]]).sum()) for i, logits in enumerate(said)]
     assert ranks[len(ranks) // 2 + 2].tolist() == expected
 
@@ -63,7 +63,7 @@ def test_a_stored_tree_is_drafted_unless_another_is_asked_for(tiny_model, tmp_pa
     head = read_parallel_head(folder, read_model_spec(tiny_model))
     assert head.choices == choose_tree(RANKS, 9).choices
     said = torch.stack([torch.randn(1, 301, generator=torch.Generator().manual_seed(i)) for i in range(3)])
-    (draft,) = MedusaProposer(ParallelModel(head, None), None, choices=head.choices)._grow(said, [7])
+    (draft,) = MedusaProposer(ParallelModel(head, None), None, choices=head.choices).grow(said, [7])
     order = [logits[0].argsort(descending=True).tolist() for logits in said]
     found = [tuple(draft.tokens[node] for node in path_to(draft, index)) for index in range(7)]
     assert found == [tuple(order[level][rank] for level, rank in enumerate(path)) for path in head.choices[:7]]
@@ -74,7 +74,7 @@ def test_a_stored_tree_is_drafted_unless_another_is_asked_for(tiny_model, tmp_pa
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), use_tqdm=False)
         proposer = llm.llm_engine.speculator.proposer
         llm.close()
-        return proposer._choices
+        return proposer.choices
 
     assert drafted() == head.choices
     assert drafted(draft_top_k=1) is None

@@ -75,7 +75,7 @@ def test_what_is_unrolled_in_training_is_what_is_drafted(tmp_path, kind, family)
     rows = target.compute(token_ids)
     with torch.no_grad():
         said = torch.stack(list(head.unroll(token_ids, rows.inputs if kind == "eagle3" else rows.hidden)))
-    loop._write(wanted_folder(wanted), head, loop._Progress(), [])
+    loop.write_head(wanted_folder(wanted), head, loop.Progress(), [])
     spec = read_model_spec(tiny_model)
     read = read_layer_head(wanted.out, kind, spec)
     model = ReferenceHead(read, load_model(tiny_model), 64)
@@ -101,7 +101,7 @@ def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_mod
     assert len(made.agreement) == 3
     broken = replace(whole, out=tmp_path / "broken")
 
-    original, calls = loop._batch, []
+    original, calls = loop.make_batch, []
 
     def batch(sequences, step, wanted):
         calls.append(step)
@@ -111,7 +111,7 @@ def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_mod
 
     with monkeypatch.context() as during:
         during.setattr(loop, "_SAVE_S", 0.5)
-        during.setattr(loop, "_batch", batch)
+        during.setattr(loop, "make_batch", batch)
         with pytest.raises(KeyboardInterrupt):
             loop.train_draft(broken, show_progress=False)
     again = loop.train_draft(broken, show_progress=False)

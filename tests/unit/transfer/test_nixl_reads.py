@@ -123,9 +123,9 @@ def test_buffer_of_a_read_that_was_given_up_is_kept_until_it_is_over(nixl, memor
     welcome = {"type": "welcome", **NixlAgent(region_of(memory)).welcome()}
     monkeypatch.setattr(nixl_reads, "_MAX_UNFINISHED", 1)
     with pytest.raises(TransferError, match="1 reads that were given up"):
-        slots._agent.open(welcome, PAGE_BYTES, PAGE_BYTES)
+        slots.agent.open(welcome, PAGE_BYTES, PAGE_BYTES)
     monkeypatch.setattr(nixl, "is_open", True)
-    slots._agent.open(welcome, PAGE_BYTES, PAGE_BYTES).close()
+    slots.agent.open(welcome, PAGE_BYTES, PAGE_BYTES).close()
     assert not agent.registered
     assert len(agent.released) == 1
     assert bytes(target) == bytes(PAGE_BYTES)

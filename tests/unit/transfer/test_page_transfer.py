@@ -20,6 +20,7 @@ from quire.transfer.channel import PROTOCOL_VERSION, Channel, TransferError
 from quire.transfer.handshake import Identity, RefusedError, raise_refusal
 from quire.transfer.page_client import PageClient, Pull
 from quire.transfer.page_server import PageServer
+from quire.transfer.peer_load import PeerLoad
 from tests.ranks import open_descriptors
 
 PAGE_BYTES = 1000
@@ -50,7 +51,7 @@ class Source:
 
     def compute(self, num_pages, job=None):
         job = job or self.jobs[-1]
-        keys = [job.first_page + len(job._ready) + number + 1 for number in range(num_pages)]
+        keys = [job.first_page + len(job.ready) + number + 1 for number in range(num_pages)]
         self.slots.update({key: bytearray(page_of(key)) for key in keys})
         job.add_ready([(key, key) for key in keys])
 
@@ -128,6 +129,18 @@ def test_pages_arrive_whole(address):
         assert pair.server.num_connections == 1
 
 
+def test_both_sides_go_on_after_unexpected_errors(tcp, monkeypatch):
+    with Pair(tcp) as pair:
+        for target, name in ((page_server, "Channel"), (pair.source, "begin"), (PeerLoad, "learn")):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, lambda *_: 1 // 0)
+                assert finish(pair.pull()) == "lost"
+            pair.client.peers[0].paused_until_s = 0.0
+        assert finish(pair.pull()) == "complete"
+        assert (pair.server.errors.count, pair.client.errors.count) == (2, 1)
+        assert pair.client.num_active == pair.client.peers[0].num_active == 0
+
+
 class SharingSource(Source):
     """The same with slots that the client maps; page n is in slot n."""
 
@@ -143,7 +156,7 @@ class SharingSource(Source):
 
     def compute(self, num_pages, job=None):
         job = job or self.jobs[-1]
-        first = job.first_page + len(job._ready) + 1
+        first = job.first_page + len(job.ready) + 1
         for key in range(first, first + num_pages):
             os.pwrite(self.fd, page_of(key), key * self.STRIDE)
         super().compute(num_pages, job)

@@ -54,8 +54,8 @@ def test_work_counts_pages_that_are_computed_and_little_for_cached_ones():
 def test_known_pages_are_bounded():
     load = PeerLoad()
     load.remember(range(MAX_KNOWN_PAGES + 10))
-    assert len(load._known) == MAX_KNOWN_PAGES
-    assert load.work([5], 0) == 1.0
+    assert load.work([9], 0) == 1.0
+    assert load.work([10], 0) == CACHED_PAGE_WORK
 
 
 def test_waiting_is_that_of_own_transfers_and_of_others_less_what_was_done_since():

@@ -136,11 +136,14 @@ def test_a_stage_that_does_not_fit_on_its_host_is_refused_with_its_numbers(monke
         check_rank_memory((1 << 20, 4 << 20), 1, "stages")
 
 
-def test_tiers_are_refused_on_gpus_whose_ranks_a_launcher_has_started(monkeypatch):
+def test_tiers_are_refused_on_gpus_of_several_hosts(monkeypatch):
     own = config(device="cpu", tensor_parallel_size=4, kv_disk_dir="/pages", kv_disk_bytes=1 << 30)
     report = replace(inspect_model(own), device="cuda:0")
     check_tiers(own, report)
     for name, value in torchrun(0, 0, 4).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="kv_disk_dir is '/pages', but ranks on GPUs that a launcher has started share no"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check_tiers(own, report)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="kv_disk_dir is '/pages', but ranks on GPUs of several hosts share no pages"):
         check_tiers(own, report)

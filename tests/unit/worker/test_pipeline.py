@@ -94,7 +94,7 @@ def _most_in_flight(llm):
 
     def counted(plan):
         step = launch(plan)
-        counts.append(len(driver._in_flight))
+        counts.append(len(driver.in_flight))
         return step
 
     driver.launch = counted
@@ -347,7 +347,7 @@ def test_ranks_of_stages_give_the_tokens_of_one_process_and_count_their_barriers
 def test_a_rank_of_a_stage_that_fails_ends_the_engine_with_its_place(thread_workers):
     ranks = _engine(2, 2)
     workers = thread_workers[-1]
-    for barrier in (workers.barrier, *workers._subgroups):
+    for barrier in (workers.barrier, *workers.subgroups):
         barrier.abort(4, AbortReason.ENDED, "rank 4 (pid 4711): killed by SIGKILL")
     message = r"pipeline stage 1 \(layers \d to 7\), tensor-parallel rank 1: rank 4 \(pid 4711\): killed by SIGKILL"
     with pytest.raises(WorkerError, match=message):

@@ -53,13 +53,13 @@ def write(tmp_path):
 @pytest.fixture
 def headers(monkeypatch):
     """The files whose GGUF header was read."""
-    read, paths = gguf_file._read_file, []
+    read, paths = gguf_file.read_gguf_file, []
 
     def record(path):
         paths.append(path)
         return read(path)
 
-    monkeypatch.setattr(gguf_file, "_read_file", record)
+    monkeypatch.setattr(gguf_file, "read_gguf_file", record)
     return paths
 
 
@@ -89,13 +89,13 @@ def test_header_is_read_again_when_the_file_may_have_changed(tmp_path, headers):
 def test_each_json_file_is_read_once_when_an_engine_starts_from_a_folder(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "model", "qwen3")
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "eos_token_id": [7]}))
-    read, seen = config_reader._read_json_object, Counter()
+    read, seen = config_reader.load_json_object, Counter()
 
     def count(file):
         seen[file.name] += 1
         return read(file)
 
-    monkeypatch.setattr(config_reader, "_read_json_object", count)
+    monkeypatch.setattr(config_reader, "load_json_object", count)
     llm = LLM(str(folder), num_kv_blocks=8)
     assert llm.llm_engine.default_sampling_params().temperature == 0.25
     assert 7 in llm.llm_engine.report.spec.eos_token_ids

@@ -60,13 +60,13 @@ def packed_result():
 def test_threads_are_bound_and_pack_all_rows_when_there_are_two_nodes(two_nodes, two_threads, caplog):
     own, expected = os.sched_getaffinity(0), packed_result()
     with caplog.at_level("INFO", logger="quire"):
-        build._bind_threads(True)
+        build.bind_threads(True)
     assert "threads 0-0 on node 0 (1 cores), 1-1 on node 1" in caplog.text
     assert torch.equal(packed_result(), expected)
     assert set(two_nodes[1].cores) in cores_of_threads()
     assert os.sched_getaffinity(0) == own  # the calling thread is bound only while a team runs
     num_bound = cores_of_threads().count(set(two_nodes[1].cores))
-    build._bind_threads(False)
+    build.bind_threads(False)
     assert torch.equal(packed_result(), expected)
     assert cores_of_threads().count(set(two_nodes[1].cores)) == num_bound - 1
 

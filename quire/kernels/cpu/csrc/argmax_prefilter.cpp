@@ -17,12 +17,13 @@ constexpr float MAX_LENGTH = 1e15f;
 constexpr i32 GROUP = 256;
 // Panels that a thread copies at once.
 constexpr i64 PANELS_PER_SHARE = 16;
-// Candidates of a row for which there is room, of all threads and of each at least. Half of it is left for those that come when what is
-// out of the question was forgotten: of 152 k random outputs of 1,024 inputs some 200 remain, of a trained head a few.
+// Candidates of a row for which there is room, of all threads and of each at least. Half of it is left for those that come when
+// what is out of the question was forgotten: of 152 k random outputs of 1,024 inputs some 200 remain, of a trained head a few.
 constexpr i32 ROOM = 1024, LEAST_ROOM = 128;
 // Candidates that are computed together.
 constexpr i32 TOGETHER = 4;
-// Steps in which too many rows had to be computed as a whole, one after the other, until the next pause is no longer than the last one.
+// Steps in which too many rows had to be computed as a whole, one after the other, until the next pause is no longer than the
+// last one.
 constexpr i32 MOST_FAILURES = 8;
 
 struct Copying {
@@ -42,7 +43,8 @@ void copy_shares(void* argument, Worker& worker) {
     }
     const i64 panels = panels_of(copying.head);
     for (i64 first = next(worker, panels, PANELS_PER_SHARE); first < panels; first = next(worker, panels, PANELS_PER_SHARE))
-        copying.kernels.linear->copy_panels(copying.head, static_cast<i32>(first), static_cast<i32>(std::min(panels, first + PANELS_PER_SHARE)), to);
+        copying.kernels.linear->copy_panels(
+            copying.head, static_cast<i32>(first), static_cast<i32>(std::min(panels, first + PANELS_PER_SHARE)), to);
 }
 
 bool is_less(const Candidate& a, const Candidate& b) { return a.most < b.most; }
@@ -51,7 +53,8 @@ bool is_less(const Candidate& a, const Candidate& b) { return a.most < b.most; }
 
 bool suits_int8_head(const NativeWeight& head) {
     const Weight& w = head.weight;
-    const bool is_dense = w.format == Format::bf16 || w.format == Format::bf12 || w.format == Format::f32 || w.format == Format::f16;
+    const bool is_dense =
+        w.format == Format::bf16 || w.format == Format::bf12 || w.format == Format::f32 || w.format == Format::f16;
     return is_dense && w.bias == nullptr && w.columns == nullptr && w.k <= 60000;
 }
 
@@ -66,13 +69,15 @@ Int8Head::Int8Head(const Kernels& kernels, const NativeWeight& head, int num_thr
     size = reinterpret_cast<float*>(sizes.data);
     float* const scale = reinterpret_cast<float*>(weight.column_scales.data);
     weight.weight.column_scale = scale;
-    Copying copying = {kernels, head.weight, {weight.memory.data, weight.weight.panel_bytes, weight.weight.group, scale, error, size, nullptr}};
+    Copying copying = {
+        kernels, head.weight, {weight.memory.data, weight.weight.panel_bytes, weight.weight.group, scale, error, size, nullptr}};
     run_team(num_threads, copy_shares, &copying);
     if (!copying.has_memory) throw std::bad_alloc();
     for (i32 n = 0; n < head.weight.n; ++n) is_bounded = is_bounded && error[n] + size[n] < MAX_LENGTH;
 }
 
-void ArgmaxPrefilter::begin(const Kernels& kernels, const NativeWeight& head, const Int8Head& int8_head, i32 num_rows, int num_threads) {
+void ArgmaxPrefilter::begin(
+    const Kernels& kernels, const NativeWeight& head, const Int8Head& int8_head, i32 num_rows, int num_threads) {
     kernels_ = &kernels;
     head_ = &head;
     int8_head_ = &int8_head;
@@ -95,7 +100,8 @@ void ArgmaxPrefilter::begin(const Kernels& kernels, const NativeWeight& head, co
     redone_value_.reserve(places);
     redone_index_.reserve(places);
     whole_.prepare(*kernels.linear, head.weight, num_rows);
-    state_ = {int8_head.error, int8_head.size, row_size_.data(), row_error_.data(), least_.data(), count_.data(), room, kept_.data()};
+    state_ = {
+        int8_head.error, int8_head.size, row_size_.data(), row_error_.data(), least_.data(), count_.data(), room, kept_.data()};
 }
 
 LinearJob ArgmaxPrefilter::job(const Weight& weight, const Packed& input, Finish finish, const HeadRows& rows) const {
@@ -116,7 +122,8 @@ bool ArgmaxPrefilter::is_redone(i32 row, int num_threads) const {
 }
 
 void ArgmaxPrefilter::measure(const HeadRows& rows, i32 row, int num_threads) {
-    kernels_->linear->measure_row(bytes_.packed, row, rows.values + row * rows.stride, input_kind(head_->weight.format), &row_size_[row], &row_error_[row]);
+    kernels_->linear->measure_row(
+        bytes_.packed, row, rows.values + row * rows.stride, input_kind(head_->weight.format), &row_size_[row], &row_error_[row]);
     if (row_size_[row] < MAX_LENGTH && row_error_[row] < MAX_LENGTH) return;
     std::fill_n(count_.data() + static_cast<i64>(row) * num_threads, num_threads, -1);
 }
@@ -130,7 +137,8 @@ void ArgmaxPrefilter::choose(const Worker& worker, const HeadRows& rows, i32 row
     left.clear();
     for (i64 at = first; at < first + worker.size; ++at) {
         const Candidate* const kept = kept_.data() + at * state_.room;
-        std::copy_if(kept, kept + count_[at], std::back_inserter(left), [least](const Candidate& one) { return one.most >= least; });
+        std::copy_if(
+            kept, kept + count_[at], std::back_inserter(left), [least](const Candidate& one) { return one.most >= least; });
     }
     std::make_heap(left.begin(), left.end(), is_less);
     const Packed& input = alone_[worker.rank].packed;
@@ -159,7 +167,9 @@ void ArgmaxPrefilter::redo(Worker& worker, const HeadRows& rows) {
     }
     barrier(worker);
     if (redone_.empty()) return;
-    each_item(worker, num_redone(), [&](i64 i) { kernels_->linear->pack_row(whole_.packed, static_cast<i32>(i), rows.values + redone_[i] * rows.stride, 0, k); });
+    each_item(worker, num_redone(), [&](i64 i) {
+        kernels_->linear->pack_row(whole_.packed, static_cast<i32>(i), rows.values + redone_[i] * rows.stride, 0, k);
+    });
     LinearJob head = job(head_->weight, whole_.packed, Finish::best, rows);
     head.best_value = redone_value_.data();
     head.best_index = redone_index_.data();
@@ -177,7 +187,8 @@ void ArgmaxPrefilter::find(Worker& worker, const HeadRows& rows) {
     const i32 k = bytes_.packed.k;
     each_item(worker, ceil_div(k, GROUP), [&](i64 item) {
         const i32 part = static_cast<i32>(item);
-        kernels_->linear->pack_rows(bytes_.packed, 0, rows.count, rows.values, rows.stride, part * GROUP, std::min(k, (part + 1) * GROUP));
+        kernels_->linear->pack_rows(
+            bytes_.packed, 0, rows.count, rows.values, rows.stride, part * GROUP, std::min(k, (part + 1) * GROUP));
     });
     each_item(worker, rows.count, [&](i64 row) { measure(rows, static_cast<i32>(row), worker.size); });
     const LinearJob copy = job(int8_head_->weight.weight, bytes_.packed, Finish::prefilter, rows);

@@ -1,11 +1,11 @@
-// Greedy argmax of an LM head with an int8 prefilter: an int8 copy of the head gives every logit with a bounded error, and exact logits
-// are computed only for the outputs that may be the maximum.
+// Greedy argmax of an LM head with an int8 prefilter: an int8 copy of the head gives every logit with a bounded error, and exact
+// logits are computed only for the outputs that may be the maximum.
 //
 // For a row x and an output w . x, with codes q and scale s of the output and codes p and scales t of the row,
 //   |w . x - (s q) . (t p)| <= |w - s q| |x| + |s q| |x - t p|                                            (Cauchy and Schwarz)
-// The norms of w - s q and s q are stored with the copy; those of x and x - t p are computed when a row is quantised. A bound on the
-// rounding of the sums, of at most k terms, is added to both. Candidates are computed in falling order of their upper bounds until the
-// best of them exceeds the bounds of all others. The result is therefore the argmax of the exact logits, bit for bit.
+// The norms of w - s q and s q are stored with the copy; those of x and x - t p are computed when a row is quantised. A bound on
+// the rounding of the sums, of at most k terms, is added to both. Candidates are computed in falling order of their upper bounds
+// until the best of them exceeds the bounds of all others. The result is therefore the argmax of the exact logits, bit for bit.
 #pragma once
 #include <vector>
 
@@ -16,8 +16,8 @@ namespace quire {
 // Rows that are processed at once; each needs ten kilobytes of memory.
 constexpr i32 MAX_PREFILTER_ROWS = 128;
 
-// The int8 copy of a head. error, size: f32 [N padded to 16], the factors of a row's norm and of its quantisation error in the error
-// bound of an output.
+// The int8 copy of a head. error, size: f32 [N padded to 16], the factors of a row's norm and of its quantisation error in the
+// error bound of an output.
 struct Int8Head {
     NativeWeight weight;
     Part errors, sizes;

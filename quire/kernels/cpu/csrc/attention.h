@@ -61,6 +61,18 @@ struct Batch {
     const u64* ancestors = nullptr;  // [num_tokens]
 };
 
+// Bounds of the keys of one sequence, by which its rows skip runs, see attention_bounds.inl: those from position `first` on do not read runs,
+// but for the first one and those of the last NEAR_TOKENS, whose scores are all more than `gap` below the row's highest.
+// layers: null: it reads all; else for each layer [chunk of 16 runs][kv_heads][head_dim][2: least, greatest][16 runs] f32. Runs
+// [0, num_known) are there; those up to num_runs, all but the last NEAR_TOKENS tokens, are written when the layer is computed.
+struct KeyBounds {
+    i32 first = 0;
+    float gap = 0.0f;
+    i32 num_known = 0, num_runs = 0;
+    float* const* layers = nullptr;
+};
+constexpr i32 NEAR_TOKENS = 64;  // no more drafts follow a known token: what has bounds is not written again
+
 // is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
 // window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: attention
 // sinks, a logit per head that is only added to the softmax's denominator. first_value: the values before it are not asked for; not of r4.
@@ -73,6 +85,9 @@ struct AttentionJob {
     const float* sinks = nullptr;
     bool is_bf16 = true;
     i32 first_value = 0;
+    const KeyBounds* bounds = nullptr;  // [num_sequences], or null: all read everything, as with a window
+    i32 layer = 0;                      // of the bounds
+    i64* run_counts = nullptr;          // with bounds: runs of a kv head that might be skipped, and that were
     const float* q = nullptr;  // [num_tokens][num_heads * head_dim] f32
     i64 q_stride = 0;
     float* out = nullptr;  // [num_tokens][num_heads * head_dim] f32
@@ -135,7 +150,7 @@ struct AttentionTable {
     // Write the scores of the tokens [first, last), first a multiple of RUN; scores has room for whole runs. A score does not depend on
     // first and last.
     void (*score_keys)(const IndexedKv& kv, const IndexQuery& query, i32 first, i32 last, float* scores);
-    // Write the rows of `count` tokens, at most RUN, as run `run` of a cache of one head: `tokens` of the blocks of a sequence, or those
+    // Write the rows of `count` tokens, at most RUN, as run `run` of a joined cache of one head: `tokens` of the blocks of a sequence, or those
     // from `first` on where that is null.
     void (*gather)(const IndexedKv& kv, const i32* blocks, const i32* tokens, i32 first, i32 count, const KvLayer& to, i64 run);
 };

@@ -180,6 +180,8 @@ static Tile tile_at(const SequenceCursor& cursor, i64 place, i32& position) {
     tile.begin = job.window > 0 ? larger(0, least - job.window) : 0;
     tile.chunks = {tile.begin / CHUNK, (end + CHUNK - 1) / CHUNK};
     tile.following = nullptr;
+    tile.bounds = job.bounds == nullptr || tile.ancestors != nullptr ? nullptr : job.bounds + cursor.sequence;
+    if (tile.bounds != nullptr && (tile.bounds->layers == nullptr || end <= tile.bounds->first || end < NEAR_TOKENS + 2 * RUN)) tile.bounds = nullptr;
     return tile;
 }
 
@@ -231,6 +233,7 @@ static void attend_item(const SequenceCursor& cursor, i64 item, Space& space, co
     const auto [begin, end] = part_of(cursor, tile, item);
     if (begin == end) return;
     prepare_rows<Kind>(job, shape, tile, position, space);
+    if (tile.bounds != nullptr) find_floors<Kind>(job, shape, tile, space);
     if (cursor.share.parts > 1) {
         for (i32 chunk = begin; chunk < end; ++chunk)
             attend_chunk_of<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(cursor, place, chunk));
@@ -265,6 +268,7 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
     const Work work = work_of(job, batch, worker.size);
     Space space = space_at(job.scratch + worker.rank * work.shape.space_bytes, job, work.shape);
     u8* partials = job.scratch + worker.size * work.shape.space_bytes;
+    if (job.bounds != nullptr) bound_new_runs(worker, job, batch, space);
     SequenceCursor cursor = cursor_of(work, partials, false);
     SequenceCursor before = cursor;
     for (i64 item = next(worker, work.items, 1), then; item < work.items; item = then) {

@@ -24,6 +24,8 @@ struct Space {
     u8* seen;    // GROUP runs, with zeros where a row does not see
     float* merge;
     Span* spans;  // [MAX_ROWS]: the cached tokens that a row sees
+    float* floors;  // [MAX_ROWS], see find_floors
+    u32* skipped;   // [MAX_ROWS]: the runs of a chunk that a row skips, a bit each
     u8* path;     // PATH_RUNS runs of keys or values, and then their scales: see attention_tree.inl
     Partial chunk, total;
     bool is_tree;  // rows are those of a tree: what they see does not grow from row to row
@@ -54,7 +56,7 @@ static Shape shape_of(const AttentionJob& job) {
     shape.partial_bytes = (2 * MAX_ROWS + MAX_ROWS * padded) * 4;
     const i64 run_bytes = RUN * padded * (job.is_bf16 ? 2 : 4);
     shape.space_bytes = MAX_ROWS * (shape.q_stride + SCORE_STRIDE * 4) + 3 * GROUP * run_bytes + 2 * shape.partial_bytes +
-                        2 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span)) +
+                        4 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span)) +
                         PATH_RUNS * (path_run_bytes(job.kv) + RUN * 2 * 4);
     shape.space_bytes = round_up(shape.space_bytes, 128);
     shape.group = job.num_heads / job.kv.kv_heads;
@@ -85,6 +87,8 @@ static Space space_at(u8* memory, const AttentionJob& job, const Shape& shape) {
     space.merge = reinterpret_cast<float*>(take(2 * MAX_ROWS * 4));
     space.q = take(MAX_ROWS * shape.q_stride);
     space.spans = reinterpret_cast<Span*>(take(MAX_ROWS * static_cast<i64>(sizeof(Span))));
+    space.floors = reinterpret_cast<float*>(take(MAX_ROWS * 4));
+    space.skipped = reinterpret_cast<u32*>(take(MAX_ROWS * 4));
     space.path = memory;
     space.is_tree = false;
     return space;
@@ -101,6 +105,7 @@ struct Tile {
     i32 tree_start;
     i32 begin;                // the first position that any row sees
     const Ahead* following;   // the first keys of what this thread does next, to be fetched, or null
+    const KeyBounds* bounds;  // null unless some of its rows may skip runs
 };
 
 // The end of the tokens that a token sees; for a draft, its ancestors count as if they were consecutive.
@@ -113,11 +118,21 @@ QUIRE_INLINE i32 seen_end(const Tile& tile, i32 position, i32 token) {
 struct Chunk {
     i32 start;  // position of its first token
     Span runs;  // that any row sees
+    u32 skipped = 0;  // those that no row reads, a bit each
     const u8* keys[CHUNK_RUNS + GROUP];  // and the first ones of the next chunk, to be fetched
     const u8* values[CHUNK_RUNS];
     const float* key_scales[CHUNK_RUNS];
     const float* value_scales[CHUNK_RUNS];
 };
+
+// The first runs of a span that are read, one after the other; empty: there are none.
+QUIRE_INLINE Span next_read(const Chunk& chunk, Span left) {
+    if (chunk.skipped == 0) return left;
+    while (left.begin < left.end && (chunk.skipped >> left.begin & 1)) ++left.begin;
+    Span found = {left.begin, left.begin};
+    while (found.end < left.end && !(chunk.skipped >> found.end & 1)) ++found.end;
+    return found;
+}
 
 QUIRE_INLINE Span seen_in_chunk(Span span, i32 start) {
     const Span seen = {larger(span.begin - start, 0), smaller(span.end - start, CHUNK)};
@@ -232,7 +247,7 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
         const u8* keys[GROUP] = {};
         for (int i = 0; i < GROUP; ++i) {
             const int run = group * GROUP + i;
-            if (run < chunk.runs.begin || run >= chunk.runs.end) continue;
+            if (run < chunk.runs.begin || run >= chunk.runs.end || (chunk.skipped >> run & 1)) continue;
             keys[i] = chunk.keys[run];
             if (!is_converted) continue;
             keys[i] = space.keys + i * run_bytes;
@@ -240,21 +255,22 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
         }
         for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
             const int count = smaller(TILE_ROWS, tile.num_rows - row);
-            const Span runs = group_runs(space, chunk, group, row, count);
-            if (runs.begin >= runs.end) continue;
-            Product product = {};
-            product.num_runs = runs.end - runs.begin;
-            for (int i = 0; i < product.num_runs; ++i) product.runs[i] = keys[runs.begin - group * GROUP + i];
-            product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
-            const bool is_fetching = row == 0 && !is_converted;
-            if (is_fetching) product.ahead = after_keys(chunk, group);
-            product.steps = dim / Kind::units;
-            product.rows = space.q + row * shape.q_stride;
-            product.row_stride = shape.q_stride;
-            product.out = space.scores + row * SCORE_STRIDE + runs.begin * RUN;
-            product.out_stride = SCORE_STRIDE;
-            score_rows<Kind>(product, count);
-            if (is_fetching) fetch_rest_of_scores(product);
+            const Span all = group_runs(space, chunk, group, row, count);
+            for (Span runs = next_read(chunk, all); runs.begin < runs.end; runs = next_read(chunk, {runs.end, all.end})) {
+                Product product = {};
+                product.num_runs = runs.end - runs.begin;
+                for (int i = 0; i < product.num_runs; ++i) product.runs[i] = keys[runs.begin - group * GROUP + i];
+                product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
+                const bool is_fetching = row == 0 && !is_converted;
+                if (is_fetching) product.ahead = after_keys(chunk, group);
+                product.steps = dim / Kind::units;
+                product.rows = space.q + row * shape.q_stride;
+                product.row_stride = shape.q_stride;
+                product.out = space.scores + row * SCORE_STRIDE + runs.begin * RUN;
+                product.out_stride = SCORE_STRIDE;
+                score_rows<Kind>(product, count);
+                if (is_fetching) fetch_rest_of_scores(product);
+            }
         }
     }
 }
@@ -266,7 +282,7 @@ static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& c
     for (int row = begin; row < end; ++row) {
         const int first = row / TILE_ROWS * TILE_ROWS, last = smaller(first + TILE_ROWS, tile.num_rows) - 1;
         SoftmaxRow softmax = {space.scores + row * SCORE_STRIDE, seen_in_chunk(space.spans[row], chunk.start),
-                              runs_of(space, first, last, chunk.start), LOWEST, 0.0f};
+                              runs_of(space, first, last, chunk.start), LOWEST, 0.0f, tile.bounds == nullptr ? 0 : space.skipped[row]};
         if (has_scales(job.kv.format))
             softmax_row<Kind, true>(job, softmax, chunk.key_scales, chunk.value_scales);
         else
@@ -322,7 +338,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
     GroupValues values = {};
     for (int i = 0; i < GROUP; ++i) {
         const int run = group * GROUP + i;
-        if (run < chunk.runs.begin || run >= chunk.runs.end) continue;
+        if (run < chunk.runs.begin || run >= chunk.runs.end || (chunk.skipped >> run & 1)) continue;
         values.runs[i] = chunk.values[run];
         if (is_converted) {
             u8* copy = space.values + i * Kind::run_steps * shape.value_stride;
@@ -344,29 +360,30 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
         const GroupValues values = group_values<Kind>(job, shape, tile, chunk, space, group);
         for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
             const int count = smaller(TILE_ROWS, tile.num_rows - row);
-            const Span runs = group_runs(space, chunk, group, row, count);
-            if (runs.begin >= runs.end) continue;
-            Product product = {};
-            bool is_clean = true;
-            product.num_runs = runs.end - runs.begin;
-            for (int i = 0; i < product.num_runs; ++i) {
-                product.runs[i] = values.runs[runs.begin - group * GROUP + i];
-                is_clean &= values.is_clean[runs.begin - group * GROUP + i];
+            const Span all = group_runs(space, chunk, group, row, count);
+            for (Span runs = next_read(chunk, all); runs.begin < runs.end; runs = next_read(chunk, {runs.end, all.end})) {
+                Product product = {};
+                bool is_clean = true;
+                product.num_runs = runs.end - runs.begin;
+                for (int i = 0; i < product.num_runs; ++i) {
+                    product.runs[i] = values.runs[runs.begin - group * GROUP + i];
+                    is_clean &= values.is_clean[runs.begin - group * GROUP + i];
+                }
+                product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
+                const bool is_fetching = row == 0 && !is_converted;
+                if (is_fetching) product.ahead = after_values(chunk, group);
+                product.run_stride = shape.value_stride;
+                product.first = job.first_value / 16 * 64;
+                product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
+                product.row_stride = SCORE_STRIDE * 4;
+                product.out = out.values + static_cast<i64>(row) * shape.padded_dim;
+                product.out_stride = shape.padded_dim;
+                if (is_fetching) fetch_rest_of_sums<Kind>(product, count);
+                if (is_clean)
+                    sum_rows<Kind>(product, count);
+                else
+                    sum_apart<Kind>(space, shape, product, row, count, chunk.start + runs.begin * RUN);
             }
-            product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
-            const bool is_fetching = row == 0 && !is_converted;
-            if (is_fetching) product.ahead = after_values(chunk, group);
-            product.run_stride = shape.value_stride;
-            product.first = job.first_value / 16 * 64;
-            product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
-            product.row_stride = SCORE_STRIDE * 4;
-            product.out = out.values + static_cast<i64>(row) * shape.padded_dim;
-            product.out_stride = shape.padded_dim;
-            if (is_fetching) fetch_rest_of_sums<Kind>(product, count);
-            if (is_clean)
-                sum_rows<Kind>(product, count);
-            else
-                sum_apart<Kind>(space, shape, product, row, count, chunk.start + runs.begin * RUN);
         }
     }
 }
@@ -374,19 +391,6 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
 static void clear(const Shape& shape, const Tile& tile, const Partial& out) {
     for (int row = tile.num_rows; row < MAX_ROWS; ++row) out.max[row] = LOWEST, out.sum[row] = 0.0f;
     __builtin_memset(out.values, 0, static_cast<size_t>(tile.num_rows) * shape.padded_dim * 4);
-}
-
-template <class Kind>
-static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space,
-                         const Partial& out) {
-    Chunk chunk;
-    chunk.start = index * CHUNK;
-    chunk.runs = runs_of(space, 0, tile.num_rows - 1, chunk.start);
-    find_runs(job, tile, space.spans[tile.num_rows - 1].end, chunk);
-    score_chunk<Kind>(job, shape, tile, chunk, space);
-    weigh_rows<Kind>(job, tile, chunk, space, out, 0, tile.num_rows);
-    clear(shape, tile, out);
-    sum_chunk<Kind>(job, shape, tile, chunk, space, out);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // after a barrier of the ranks each of them merges all chunks of some tiles, in the order of their positions, as one rank does. So the
 // bits do not depend on the number of ranks. Tiles that do not fit into the buffer together are computed in rounds.
 #pragma once
-#include "attention_chunk.inl"
+#include "attention_bounds.inl"
 
 namespace quire::QUIRE_ISA {
 namespace {

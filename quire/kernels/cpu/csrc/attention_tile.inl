@@ -213,6 +213,7 @@ struct SoftmaxRow {
     Span seen;      // tokens that the row attends to
     Span runs;      // runs whose weights are read
     float max, sum;
+    u32 skipped;  // runs that it skips, a bit each
 };
 
 // Set to zero the weights of runs that are read but not attended to.
@@ -244,7 +245,10 @@ static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     F32 highest = set1(LOWEST);
     for (int run = begin; run < end; ++run) {
         F32 s = load(row.scores + run * RUN);
-        if (!holds_run(row.seen, run * RUN)) {
+        if (row.skipped >> run & 1) {
+            s = set1(-__builtin_inff());
+            store(row.scores + run * RUN, s);
+        } else if (!holds_run(row.seen, run * RUN)) {
             s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
             store(row.scores + run * RUN, s);
         }
@@ -282,7 +286,10 @@ static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* c
         F32 s = load(row.scores + run * RUN) * scale;
         if (IS_SCALED) s = s * load(key_scales[run]);
         if (job.softcap != 0.0f) s = tanh(s / cap) * cap;
-        if (!holds_run(row.seen, run * RUN)) s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
+        if (row.skipped >> run & 1)
+            s = set1(-__builtin_inff());
+        else if (!holds_run(row.seen, run * RUN))
+            s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
         store(row.scores + run * RUN, s);
         highest = max(s, highest);
     }

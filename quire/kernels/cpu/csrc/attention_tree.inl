@@ -2,7 +2,7 @@
 // A draft attends to the same tokens as in a chain of its ancestors: in the runs from draft 0 on, its keys and values are gathered
 // into the order of that chain. Its row is then the chain's, bit for bit. All rows share the earlier runs.
 #pragma once
-#include "attention_chunk.inl"
+#include "attention_bounds.inl"
 
 namespace quire::QUIRE_ISA {
 namespace {

@@ -61,8 +61,6 @@ void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, 
     if (num_heads < 1 || num_heads % kv.kv_heads != 0)
         throw std::invalid_argument("num_heads is " + std::to_string(num_heads) + "; it must be a multiple of kv_heads, " +
                                     std::to_string(kv.kv_heads));
-    if (first_value != 0 && (first_value < 0 || first_value >= kv.head_dim || value_format(kv.format) == KvFormat::r4))
-        throw std::invalid_argument("first_value is " + std::to_string(first_value) + "; it must be 0, or a value of a head that is not rotated");
     if (window < 0) throw std::invalid_argument("window is " + std::to_string(window) + "; it must be positive, or 0 for none");
     new (job) AttentionJob{};
     job->kv = kv;

@@ -38,8 +38,9 @@ void pack_call(void* argument, Worker& worker) {
     const LinearCall& call = *static_cast<LinearCall*>(argument);
     const i32 rows = call.packed.m, tile = call.packed.tile_rows;
     for (i64 row = next(worker, rows, tile); row < rows; row = next(worker, rows, tile))
-        call.kernels->linear->pack_rows(call.packed, static_cast<i32>(row), rows - row < tile ? rows - static_cast<i32>(row) : tile, call.x + row * call.x_stride,
-                                        call.x_stride, 0, call.packed.k);
+        call.kernels->linear->pack_rows(call.packed, static_cast<i32>(row),
+            rows - row < tile ? rows - static_cast<i32>(row) : tile, call.x + row * call.x_stride, call.x_stride, 0,
+            call.packed.k);
     barrier(worker);
 }
 
@@ -65,9 +66,9 @@ void pack_inputs(const NativeWeight& weight, uintptr_t x, i64 x_stride, i32 m, i
     run_team(num_threads, pack_call, &call);
 }
 
-void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
-                i32 finish, i32 activation, float factor, uintptr_t best_index, const NativeWeight* following, i32 num_threads,
-                const std::optional<std::string>& isa, float limit, float slope) {
+void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out,
+    i64 out_stride, i32 finish, i32 activation, float factor, uintptr_t best_index, const NativeWeight* following,
+    i32 num_threads, const std::optional<std::string>& isa, float limit, float slope) {
     LinearCall call = {};
     call.kernels = &kernels_for(isa.value_or(""));
     call.x = reinterpret_cast<const float*>(x);
@@ -87,7 +88,8 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     call.job.out_stride = out_stride;
     std::optional<PackedMemory> between;
     if (following != nullptr) {
-        if (input_kind(following->weight.format) != Format::bf16 || following->weight.columns != nullptr || following->weight.k != w.n)
+        if (input_kind(following->weight.format) != Format::bf16 || following->weight.columns != nullptr ||
+            following->weight.k != w.n)
             throw std::invalid_argument("the following weight must be bf16, in order, and read all results");
         between.emplace(*call.kernels->linear, following->weight, m);
         call.following = call.job;
@@ -104,7 +106,8 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     if (call.job.finish != Finish::best) return;
     for (i32 row = 0; row < m; ++row) {
         float value;
-        reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + row * call.num_threads, indices.data() + row * call.num_threads, call.num_threads, value);
+        reinterpret_cast<i32*>(best_index)[row] =
+            best_of(values.data() + row * call.num_threads, indices.data() + row * call.num_threads, call.num_threads, value);
     }
 }
 
@@ -116,23 +119,39 @@ void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
         .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, bf12, f16, f32, u8, u4, f8 or f8_wide; group (of float8: block, 0: none), input_group (0: group): see Weight in weight.h.")
-        .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
-             nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
-        .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0, "block_scales"_a = 0,
-             "Copy f16 [N / 16][groups][16] scales and offsets, f32 [N padded] column scales and bias, int32 [k] columns, f32 [N / 16][blocks][16] scales of float8.")
+            "An empty packed weight [n, k]: format bf16, bf12, f16, f32, u8, u4, f8 or f8_wide; group (of float8: block, 0: "
+            "none), input_group (0: group): see Weight in weight.h.")
+        .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0,
+            "is_mapped"_a = false, "num_threads"_a = 1, nb::call_guard<nb::gil_scoped_release>(),
+            "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
+        .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0,
+            "bias"_a = 0, "columns"_a = 0, "block_scales"_a = 0,
+            "Copy f16 [N / 16][groups][16] scales and offsets, f32 [N padded] column scales and bias, int32 [k] columns, f32 [N "
+            "/ 16][blocks][16] scales of float8.")
         .def_prop_ro("num_bytes", &NativeWeight::num_bytes)
         .def_prop_ro("n", [](const NativeWeight& w) { return w.weight.n; })
         .def_prop_ro("k", [](const NativeWeight& w) { return w.weight.k; })
-        .def("unpack_row", [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
-            kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
-        }, "n"_a, "out"_a, "isa"_a = nb::none());
-    m.def("float8_divisor", [] { return FLOAT8_DIVISOR; }, "What codes of float8 are divided by when they are read: scales are multiplied by it.");
-    m.def("suits_bf12", [](uintptr_t source, i64 stride, i32 count, i32 k) { return suits_bf12(reinterpret_cast<const u16*>(source), stride, count, k); },
-          "source"_a, "stride"_a, "count"_a, "k"_a, "Whether bf16 rows [count, k] can be kept in 12 bits with few exceptions, judged by some of them.");
-    m.def("pack_inputs", &pack_inputs, "weight"_a, "x"_a, "x_stride"_a, "m"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
-          "Pack f32 rows [m, k] as the weight reads them and drop them again: what `linear` does first, to be measured.");
-    m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
-          "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), "limit"_a = 0.0f,
-          "slope"_a = 1.0f, nb::call_guard<nb::gil_scoped_release>(), "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");
+        .def(
+            "unpack_row",
+            [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
+                kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
+            },
+            "n"_a, "out"_a, "isa"_a = nb::none());
+    m.def(
+        "float8_divisor", [] { return FLOAT8_DIVISOR; },
+        "What codes of float8 are divided by when they are read: scales are multiplied by it.");
+    m.def(
+        "suits_bf12",
+        [](uintptr_t source, i64 stride, i32 count, i32 k) {
+            return suits_bf12(reinterpret_cast<const u16*>(source), stride, count, k);
+        },
+        "source"_a, "stride"_a, "count"_a, "k"_a,
+        "Whether bf16 rows [count, k] can be kept in 12 bits with few exceptions, judged by some of them.");
+    m.def("pack_inputs", &pack_inputs, "weight"_a, "x"_a, "x_stride"_a, "m"_a, "num_threads"_a = 1, "isa"_a = "",
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Pack f32 rows [m, k] as the weight reads them and drop them again: what `linear` does first, to be measured.");
+    m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a,
+        "finish"_a = 0, "activation"_a = 0, "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(),
+        "num_threads"_a = 1, "isa"_a = nb::none(), "limit"_a = 0.0f, "slope"_a = 1.0f, nb::call_guard<nb::gil_scoped_release>(),
+        "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");
 }

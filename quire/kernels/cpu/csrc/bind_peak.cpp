@@ -46,7 +46,8 @@ i64 peak(const std::string& kind, int num_threads, i64 iterations, const std::st
 }
 
 i64 read_memory(uintptr_t address, i64 bytes, int num_threads, const std::string& isa) {
-    if (bytes < 256 || bytes % 256 != 0) throw std::invalid_argument("bytes to read: got " + std::to_string(bytes) + ", allowed are multiples of 256");
+    if (bytes < 256 || bytes % 256 != 0)
+        throw std::invalid_argument("bytes to read: got " + std::to_string(bytes) + ", allowed are multiples of 256");
     struct Call {
         const PeakTable& table;
         const u8* data;
@@ -70,6 +71,7 @@ i64 read_memory(uintptr_t address, i64 bytes, int num_threads, const std::string
 void bind_peak(nb::module_& m) {
     m.def("peak", &peak, "kind"_a, "num_threads"_a, "iterations"_a, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
           "Run products of f32, bf16 or u8 in registers on every thread; returns the operations that were done, of all threads.");
-    m.def("read_memory", &read_memory, "address"_a, "bytes"_a, "num_threads"_a, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
-          "Read memory with all threads, as fast as the machine can; returns a sum of no meaning.");
+    m.def("read_memory", &read_memory, "address"_a, "bytes"_a, "num_threads"_a, "isa"_a = "",
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Read memory with all threads, as fast as the machine can; returns a sum of no meaning.");
 }

@@ -133,6 +133,7 @@ void bind_layer(nb::module_& m) {
             indexer.k = std::move(k);
             indexer.weights = std::move(weights);
         }, "num_heads"_a, "head_dim"_a, "top_k"_a, "is_interleaved"_a, "q"_a, "k"_a, "weights"_a, "Let queries attend to the keys that an indexer chooses; see KeyIndexer in plan.h.")
+        .def("share_choice", [](PlanLayer& l, i32 top_k) { l.latent.indexer.top_k = top_k; }, "top_k"_a, "Let queries attend to the keys that the last indexer before them has chosen.")
         .def("set_block", [](PlanLayer& l, std::shared_ptr<NativeWeight> out) { l.block.out = std::move(out); }, "out"_a,
              "Let attention and the feed-forward block be a block before the mixer; see SharedBlock in plan.h.")
         .def("set_block_adapter", [](PlanLayer& l, const std::string& name, std::shared_ptr<NativeWeight> in, std::shared_ptr<NativeWeight> out) {
@@ -264,7 +265,9 @@ void bind_steps(PlanClass& plan) {
              nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
     plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
                        i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
-                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters, const std::vector<i32>& state_sources, const StateSaves& state_saves) {
+                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters, const std::vector<i32>& state_sources, const StateSaves& state_saves,
+                       const std::vector<i64>& bound_keys, const std::vector<i32>& bound_firsts, const std::vector<float>& bound_gaps) {
+            const BoundsRequest bounds = {bound_keys, bound_firsts, bound_gaps};
             const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks, p.has_windows()};
             const Placement placement(runs, p.block_size(), {});
             StepInput in;
@@ -277,6 +280,7 @@ void bind_steps(PlanClass& plan) {
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
             in.rows = reinterpret_cast<float*>(rows);
+            in.bounds = &bounds;
             in.row_adapters = reinterpret_cast<const i32*>(row_adapters);
             in.logits = reinterpret_cast<float*>(logits);
             const StateRows states(p, in, state_sources, state_saves);
@@ -290,6 +294,7 @@ void bind_steps(PlanClass& plan) {
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
             "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{},
+            "bound_keys"_a = std::vector<i64>{}, "bound_firsts"_a = std::vector<i32>{}, "bound_gaps"_a = std::vector<float>{},
              nb::call_guard<nb::gil_scoped_release>(),
             "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
@@ -344,6 +349,8 @@ void bind_results(PlanClass& plan) {
         .def("use_rows", [](Plan& p, uintptr_t rows, uintptr_t adapters, i32 count) {
             p.use_rows(reinterpret_cast<float*>(rows), reinterpret_cast<const i32*>(adapters), count);
         }, "rows"_a, "adapters"_a = 0, "count"_a = 0, "Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.")
+        .def("forget_bounds", &Plan::forget_bounds, "keys"_a, "Let the bounds of sequences go.")
+        .def("run_counts", &Plan::run_counts, "Return how many runs of keys steps with bounds might have skipped, and how many they have.")
         .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count, bool is_windowed) {
             p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count, is_windowed);
         }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a, "is_windowed"_a = false)

@@ -62,7 +62,8 @@ struct Rows {
         job.rows = rows;
         job.k = k;
         job.size = size;
-        if (rows < 1 || k < 1 || stride < 0) throw std::invalid_argument("a weight has at least one row and one column, and rows in order");
+        if (rows < 1 || k < 1 || stride < 0)
+            throw std::invalid_argument("a weight has at least one row and one column, and rows in order");
         const bool fits = job.kind == Quantization::int8 ? size == k : (size == 32 || size == 64 || size == 128) && k % size == 0;
         if (!fits)
             throw std::invalid_argument("size: got " + std::to_string(size) + " for " + std::to_string(k) +
@@ -103,7 +104,8 @@ void search(const Rows& rows, uintptr_t scale, uintptr_t offset, int num_threads
     run_team(num_threads, search_shares, &call);
 }
 
-void encode(const Rows& rows, uintptr_t scale, uintptr_t offset, uintptr_t codes, bool is_mapped, int num_threads, const std::string& isa) {
+void encode(const Rows& rows, uintptr_t scale, uintptr_t offset, uintptr_t codes, bool is_mapped, int num_threads,
+    const std::string& isa) {
     Quantizing call = {table_of(isa), rows.job, is_mapped};
     call.job.scale = reinterpret_cast<float*>(scale);
     call.job.offset = reinterpret_cast<float*>(offset);
@@ -116,12 +118,14 @@ void encode(const Rows& rows, uintptr_t scale, uintptr_t offset, uintptr_t codes
 void bind_quantize(nb::module_& m) {
     using Released = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<Rows>(m, "QuantizeRows")
-        .def(nb::init<const std::string&, bool, uintptr_t, i64, i64, i32, i32>(), "kind"_a, "is_bf16"_a, "source"_a, "stride"_a, "rows"_a, "k"_a, "size"_a,
-             "Rows [rows, k] of a weight in bf16 or f32, `stride` elements apart; size: columns that share a scale.")
+        .def(nb::init<const std::string&, bool, uintptr_t, i64, i64, i32, i32>(), "kind"_a, "is_bf16"_a, "source"_a, "stride"_a,
+            "rows"_a, "k"_a, "size"_a,
+            "Rows [rows, k] of a weight in bf16 or f32, `stride` elements apart; size: columns that share a scale.")
         .def("set_levels", &Rows::set_levels, "clips"_a, "num_clips"_a, "lowest"_a, "table"_a = 0,
-             "f32 clips, the level farthest from zero, and f32 [512] the level nearest to y by ceil(2 y) + 256. The memory must stay.");
+            "f32 clips, the level farthest from zero, and f32 [512] the level nearest to y by ceil(2 y) + 256. The memory must "
+            "stay.");
     m.def("quantize_search", search, "rows"_a, "scale"_a, "offset"_a = 0, "num_threads"_a = 1, "isa"_a = "", Released(),
           "Write f32 scales [rows, k / size] and, of affine, offsets, before they are rounded.");
-    m.def("quantize_encode", encode, "rows"_a, "scale"_a, "offset"_a, "codes"_a, "is_mapped"_a = false, "num_threads"_a = 1, "isa"_a = "", Released(),
-          "Write int8 codes [rows, k] from the scales; is_mapped: give the pages of the source back.");
+    m.def("quantize_encode", encode, "rows"_a, "scale"_a, "offset"_a, "codes"_a, "is_mapped"_a = false, "num_threads"_a = 1,
+        "isa"_a = "", Released(), "Write int8 codes [rows, k] from the scales; is_mapped: give the pages of the source back.");
 }

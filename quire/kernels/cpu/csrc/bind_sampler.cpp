@@ -118,8 +118,8 @@ void noise_of_words(uintptr_t words, i64 n, uintptr_t out, const Isa& isa) {
 
 void bind_sampler(nb::module_& m) {
     m.def("sample", &sample, nb::arg("rows"), nb::arg("vocab_size"), nb::arg("num_threads"), nb::arg("isa") = nb::none(),
-          "Return (token, status) of every row; a row is (address of its f32 logits, inverse temperature, is_greedy, top_k, top_p, "
-          "log of min_p, seed, position, address of its token mask or 0).");
+        "Return (token, status) of every row; a row is (address of its f32 logits, inverse temperature, is_greedy, top_k, top_p, "
+        "log of min_p, seed, position, address of its token mask or 0).");
     m.def("logprobs", &logprobs, nb::arg("rows"), nb::arg("vocab_size"), nb::arg("num_top"), nb::arg("top_tokens"),
           nb::arg("top_values"), nb::arg("num_threads"), nb::arg("isa") = nb::none(),
           "Return (log probability, rank, whether the best logit is finite) of every row; a row is (address of its f32 logits, "

@@ -37,7 +37,8 @@ NB_MODULE(_native, m) {
         },
         "The instruction sets that this machine can run, from the lowest.");
     m.def("bind_threads", &quire::bind_teams, nb::arg("cores"),
-          "Bind the threads of teams of len(cores) threads to these cores, by rank; none: to no cores from now on. False: not possible, nothing changed.");
+        "Bind the threads of teams of len(cores) threads to these cores, by rank; none: to no cores from now on. False: not "
+        "possible, nothing changed.");
     bind_linear(m);
     bind_plan(m);
     bind_mixer(m);

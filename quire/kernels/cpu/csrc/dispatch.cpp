@@ -76,7 +76,8 @@ bool has_feature(const char* name) {
 }
 
 Levels find_levels() {
-    return levels_of(has_feature("hw.optional.arm.FEAT_DotProd"), has_feature("hw.optional.arm.FEAT_I8MM"), has_feature("hw.optional.arm.FEAT_BF16"));
+    return levels_of(has_feature("hw.optional.arm.FEAT_DotProd"), has_feature("hw.optional.arm.FEAT_I8MM"),
+        has_feature("hw.optional.arm.FEAT_BF16"));
 }
 #elif defined(__linux__)
 // The kernel's numbers, which older headers lack. Atomics (ARMv8.1-A) are part of the level, as the compiler may use them.

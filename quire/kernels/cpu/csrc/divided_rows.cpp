@@ -18,7 +18,8 @@ void DividedRows::add(const StepInput& in, i32 sequence, i32 first, i32 last) {
     lengths.push_back(batch.context_lens[sequence] - (batch.query_starts[sequence + 1] - last));
     const i64 at = sequence * batch.table_stride;
     tables.insert(tables.end(), batch.block_tables + at, batch.block_tables + at + batch.table_stride);
-    if (in.window_tables != nullptr) window_tables.insert(window_tables.end(), in.window_tables + at, in.window_tables + at + batch.table_stride);
+    if (in.window_tables != nullptr)
+        window_tables.insert(window_tables.end(), in.window_tables + at, in.window_tables + at + batch.table_stride);
     if (batch.num_drafts != nullptr) drafts.push_back(batch.num_drafts[sequence]);
 }
 
@@ -49,7 +50,8 @@ StepInput DividedRows::take_home(const StepInput& in, int home, i32 num_blocks, 
     starts.push_back(0);
     const Batch& batch = in.batch;
     for (i32 s = 0; s < batch.num_sequences; ++s)
-        if (batch.block_tables[s * batch.table_stride] / num_blocks == home) add(in, s, batch.query_starts[s], batch.query_starts[s + 1]);
+        if (batch.block_tables[s * batch.table_stride] / num_blocks == home)
+            add(in, s, batch.query_starts[s], batch.query_starts[s + 1]);
     for (i64& slot : slots) slot -= static_cast<i64>(home) * num_blocks * block_size;
     for (i32& block : tables) block = block / num_blocks == home ? block % num_blocks : 0;  // entries past the context may be any
     return finish(in);

@@ -1,4 +1,5 @@
-// Which tokens of a step a rank computes: with prefill context parallelism in all layers, with attention data parallelism in attention.
+// Which tokens of a step a rank computes: with prefill context parallelism in all layers, with attention data parallelism in
+// attention.
 #pragma once
 #include <vector>
 
@@ -9,9 +10,9 @@ namespace quire {
 // Runs of fewer tokens than this are computed by one rank.
 constexpr i32 MIN_DIVIDED_TOKENS = 64;
 
-// A rank's part of a step, as a step of its own. A long run of tokens is cut in two pieces for each rank; a rank takes a piece near the
-// start and the one as near to the end, so that all attend to equally many tokens. The others go to the rank with the fewest tokens.
-// All ranks make the same division of the same step.
+// A rank's part of a step, as a step of its own. A long run of tokens is cut in two pieces for each rank; a rank takes a piece
+// near the start and the one as near to the end, so that all attend to equally many tokens. The others go to the rank with the
+// fewest tokens. All ranks make the same division of the same step.
 struct DividedRows {
     std::vector<i64> token_ids, positions, slots, window_slots;
     std::vector<i32> starts, lengths, tables, window_tables, drafts;

@@ -45,7 +45,8 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 }
 
 void Plan::draft(const StepInput& first, const DraftRun& drafts) {
-    if (has_windows() || has_states_) throw std::invalid_argument("a plan that drafts has no windowed layers, and no recurrent states");
+    if (has_windows() || has_states_)
+        throw std::invalid_argument("a plan that drafts has no windowed layers, and no recurrent states");
     const i32 count = first.batch.num_sequences, total = drafts.num_drafts, size = block_size();
     const i64 stride = first.batch.table_stride;
     const bool needs_logits = drafts.least_share > 0 || !has_plain_logits();
@@ -81,7 +82,8 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
             drafts.tokens[static_cast<i64>(s) * total + i] = said;
             if (drafts.least_share > 0) {
                 const float* logits = draft_logits_.data() + static_cast<i64>(row) * vocab_;
-                shares[s] *= best[row] < 0 ? 0 : kernels_used->elementwise->share_of_largest(logits, vocab_, logits[best[row]], SHARPNESS);
+                shares[s] *=
+                    best[row] < 0 ? 0 : kernels_used->elementwise->share_of_largest(logits, vocab_, logits[best[row]], SHARPNESS);
                 if (!(shares[s] >= drafts.least_share)) num_kept[s] = i;
             }
             if (i + 1 >= num_kept[s]) continue;
@@ -99,7 +101,8 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
             tables.resize(static_cast<size_t>(num_left) * stride);
             for (i32 row = 0; row < num_left; ++row) {
                 memcpy(tables.data() + row * stride, first.batch.block_tables + sequences[row] * stride, sizeof(i32) * stride);
-                if (!features.empty() && rows[row] > row) memcpy(&features[row * hidden_], &features[rows[row] * hidden_], sizeof(float) * hidden_);
+                if (!features.empty() && rows[row] > row)
+                    memcpy(&features[row * hidden_], &features[rows[row] * hidden_], sizeof(float) * hidden_);
             }
             in.batch.block_tables = tables.data();
         }
@@ -126,7 +129,8 @@ void Plan::recycled(i32 count, float* out) {
     }
     const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
-    for (i32 i = 0; i < count; ++i) memcpy(out + static_cast<i64>(i) * hidden_, x_ + i * row_stride(hidden_), sizeof(float) * hidden_);
+    for (i32 i = 0; i < count; ++i)
+        memcpy(out + static_cast<i64>(i) * hidden_, x_ + i * row_stride(hidden_), sizeof(float) * hidden_);
 }
 
 void Plan::layer_inputs(const i32* rows, i32 count, float* out) {

@@ -15,16 +15,18 @@ struct NormJob {
     const float* bias = nullptr;    // or null
 };
 
-// How scores of experts are computed from the router's logits. sparse: each of the top_k is the best remaining one, and its weight
-// is its share among the remaining ones within `threshold` of it (SparseMixer, https://arxiv.org/abs/2310.00811).
+// How scores of experts are computed from the router's logits. sparse: each of the top_k is the best remaining one, and its
+// weight is its share among the remaining ones within `threshold` of it (SparseMixer, https://arxiv.org/abs/2310.00811).
 enum class Scoring : i32 { softmax = 0, sigmoid = 1, sparse = 2 };
 
-// The routing of one layer. Experts are chosen by their scores, plus `correction` where that is given; the weights are the scores.
+// The routing of one layer. Experts are chosen by their scores, plus `correction` where that is given; the weights are the
+// scores.
 struct RouteJob {
     i32 num_experts = 0, top_k = 0;
     Scoring scoring = Scoring::softmax;
     bool is_renormalized = true;
-    // Only experts of the best top_groups of num_groups equal groups are chosen; a group counts by the sum of its group_best best scores.
+    // Only experts of the best top_groups of num_groups equal groups are chosen; a group counts by the sum of its group_best best
+    // scores.
     i32 num_groups = 1, top_groups = 1, group_best = 1;
     float least_sum = 0.0f;  // lower bound of the sum by which weights are renormalised
     float scale = 1.0f;      // multiplies the weights in the end
@@ -32,7 +34,9 @@ struct RouteJob {
     const float* correction = nullptr;  // [num_experts] or null
 
     // Whether route chooses by the logits and leaves these as they are; otherwise it overwrites them by scores.
-    bool has_logits() const { return scoring == Scoring::sparse || (scoring == Scoring::softmax && correction == nullptr && num_groups <= top_groups); }
+    bool has_logits() const {
+        return scoring == Scoring::sparse || (scoring == Scoring::softmax && correction == nullptr && num_groups <= top_groups);
+    }
 };
 // Limits of the kernels' stack arrays.
 constexpr i32 MAX_EXPERTS = 4096, MAX_EXPERT_GROUPS = 64, MAX_GROUP_BEST = 2, MAX_HEAD_DIM = 4096;
@@ -42,7 +46,8 @@ struct Routing {
     RouteJob job;
     std::vector<float> correction;
 
-    void set(i32 scoring, i32 num_groups, i32 top_groups, i32 group_best, float least_sum, float scale, float threshold, std::vector<float> values);
+    void set(i32 scoring, i32 num_groups, i32 top_groups, i32 group_best, float least_sum, float scale, float threshold,
+        std::vector<float> values);
     // The job of so many experts.
     RouteJob of(i32 num_experts, i32 top_k, bool is_renormalized) const;
 };
@@ -67,8 +72,8 @@ struct ElementwiseTable {
     void (*gate)(float* y, const float* gate, i64 n);
     // y = xielu(y) with its two numbers; n values.
     void (*apply_xielu)(float* y, float positive, float negative, i64 n);
-    // The top_k experts of a row, in descending order of the selection scores (ties: lower index first), and their weights; logits
-    // [num_experts] are overwritten. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
+    // The top_k experts of a row, in descending order of the selection scores (ties: lower index first), and their weights;
+    // logits [num_experts] are overwritten. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
     void (*route)(const RouteJob& job, float* logits, i32* chosen, float* weights);
     // Put the first `size` values of `count` heads of `dim` values in another order: those with even places, then the others.
     void (*split_pairs)(float* heads, i32 count, i32 dim, i32 size);

@@ -22,7 +22,8 @@ QUIRE_INLINE void each_sixteen(i64 n, Body body) {
     if (j < n) body(j, first_lanes(static_cast<int>(n - j)));
 }
 
-// Sum of term(x[j]) in the same order on every machine: lane l of accumulator c takes the values with j / 16 % 4 == c, j % 16 == l.
+// Sum of term(x[j]) in the same order on every machine: lane l of accumulator c takes the values with j / 16 % 4 == c, j % 16 ==
+// l.
 template <class Term>
 QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
     F32 acc[4];
@@ -77,7 +78,8 @@ void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
 QUIRE_INLINE void inverse_roots(const NormJob& job, const float* heads, i32 count, float* inverses) {
     float squares[16] = {};
     for (i32 h = 0; h < count; ++h)
-        squares[h] = sum_terms(heads + static_cast<i64>(h) * job.size, job.size, [](F32 acc, F32 v) QUIRE_BODY { return fma(v, v, acc); });
+        squares[h] =
+            sum_terms(heads + static_cast<i64>(h) * job.size, job.size, [](F32 acc, F32 v) QUIRE_BODY { return fma(v, v, acc); });
     store(inverses, set1(1.0f) / sqrt(load(squares) / set1(static_cast<float>(job.size)) + set1(job.eps)));
 }
 
@@ -99,7 +101,8 @@ void turn_heads(const NormJob* job, float* heads, i32 count, i32 dim, const floa
             float* const head = heads + static_cast<i64>(h) * dim;
             const F32 inverse = set1(inverses[h]);
             for (i32 j = 0; j < half; j += 16) {
-                const F32 a = load(head + j) * inverse * load(weight + j), b = load(head + half + j) * inverse * load(weight + half + j);
+                const F32 a = load(head + j) * inverse * load(weight + j),
+                          b = load(head + half + j) * inverse * load(weight + half + j);
                 const F32 c = load(cosine + j), s = load(sine + j);
                 store(head + j, a * c - b * s);
                 store(head + half + j, b * c + a * s);
@@ -110,7 +113,8 @@ void turn_heads(const NormJob* job, float* heads, i32 count, i32 dim, const floa
 }
 
 void add_scaled(float* y, const float* x, float factor, i64 n) {
-    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, fma(set1(factor), load(x + j, lanes), load(y + j, lanes)), lanes); });
+    each_sixteen(
+        n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, fma(set1(factor), load(x + j, lanes), load(y + j, lanes)), lanes); });
 }
 
 void scale_and_cap(float* y, i64 n, float factor, float cap) {
@@ -129,7 +133,8 @@ QUIRE_INLINE void activate_all(float* y, const float* up, i64 n, Function functi
         each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, function(load(y + j, lanes)), lanes); });
         return;
     }
-    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, function(load(y + j, lanes)) * load(up + j, lanes), lanes); });
+    each_sixteen(
+        n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, function(load(y + j, lanes)) * load(up + j, lanes), lanes); });
 }
 
 void activate(Activation kind, float* y, const float* up, i64 n) {
@@ -153,8 +158,8 @@ void apply_xielu(float* y, float positive, float negative, i64 n) {
     activate_all(y, nullptr, n, [=](F32 x) QUIRE_BODY { return xielu(x, positive, negative); });
 }
 
-// Keep the top_k largest so far in descending order. Only a larger logit overtakes an earlier one, so equal ones stay in order; NaN
-// counts as the smallest, so that comparisons are total.
+// Keep the top_k largest so far in descending order. Only a larger logit overtakes an earlier one, so equal ones stay in order;
+// NaN counts as the smallest, so that comparisons are total.
 void choose(const float* logits, i32 num_experts, i32 top_k, i32* chosen, float* values) {
     const float least = -__builtin_inff();
     i32 count = 0;
@@ -266,7 +271,8 @@ void route(const RouteJob& job, float* logits, i32* chosen, float* weights) {
         float sum = 0.0f;
         for (i32 j = 0; j < top_k; ++j) sum += weights[j];
         if (sum < job.least_sum) sum = job.least_sum;
-        each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
+        each_sixteen(
+            top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
     }
     if (job.scale != 1.0f)
         for (i32 j = 0; j < top_k; ++j) weights[j] *= job.scale;

@@ -17,8 +17,10 @@ static constexpr u16 bf16_of_float8(u8 code) {
     return static_cast<u16>(sign | (127 - 9 - 8 + power) << 7 | ((magnitude << (7 - power)) & 0x7f));
 }
 
-// The position of a code in a line of 32 codes (16 columns by two inputs), such that unpacking halves of 16-byte lanes of 32 bytes
-// gives the results in order.
-static constexpr i32 float8_place(i32 column, i32 input) { return (column >> 3 & 1) * 8 + (column >> 2 & 1) * 16 + (column & 3) * 2 + (input & 1); }
+// The position of a code in a line of 32 codes (16 columns by two inputs), such that unpacking halves of 16-byte lanes of 32
+// bytes gives the results in order.
+static constexpr i32 float8_place(i32 column, i32 input) {
+    return (column >> 3 & 1) * 8 + (column >> 2 & 1) * 16 + (column & 3) * 2 + (input & 1);
+}
 
 }  // namespace quire

@@ -29,6 +29,7 @@ struct KeyPiece {
 // depend on its own sequence up to itself only.
 struct KeyChoice {
     i32 top_k = 0, row_size = 0;  // 0: the plan has no indexer
+    bool is_shared = false;       // further layers attend to what one has chosen: it is kept for all pieces
     std::vector<KeyPiece> pieces;
 
     // Find the pieces of a batch, whose addresses must stay valid during the step.
@@ -41,9 +42,9 @@ struct KeyChoice {
     // Pieces [first, first + count) as a batch of the gathered cache, count at most GATHERED_PIECES.
     Batch batch(i32 first, i32 count) const;
     KvLayer gathered(KvFormat format) const;
-    // Of the place-th of the pieces that are gathered: scores of its tokens by position, and the positions of those that it attends to.
+    // Of the place-th of the pieces that are gathered, scores of its tokens by position; of a piece, the positions of those that it attends to.
     float* scores(i32 place) const { return scores_ + static_cast<i64>(place) * max_end_; }
-    i32* tokens(i32 place) const { return tokens_ + static_cast<i64>(place) * num_runs_ * RUN; }
+    i32* tokens(i32 piece) const { return tokens_ + static_cast<i64>(is_shared ? piece : piece % GATHERED_PIECES) * num_runs_ * RUN; }
     i32 max_end() const { return max_end_; }
     i32 num_runs() const { return num_runs_; }
     i32 num_tokens(i32 piece) const { return lengths_[piece]; }
@@ -60,7 +61,7 @@ private:
     const u64* ancestors_ = nullptr;
     i32 num_runs_ = 0, max_end_ = 0;
     Memory memory_{0};
-    u8 *keys_ = nullptr, *values_ = nullptr;
+    u8* keys_ = nullptr;
     float* scores_ = nullptr;
     u32* order_ = nullptr;
     i32* tokens_ = nullptr;

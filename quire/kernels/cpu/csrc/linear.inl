@@ -42,16 +42,16 @@ struct Unit {
     i64 expanded_bytes() const { return static_cast<i64>(job.weight->k) * 32; }
 };
 
-// The panels that a unit computes side by side: slot i of step s. Each slot takes panels that follow one another in memory, so that
-// a prefetch past the end of one is the beginning of the next.
+// The panels that a unit computes side by side: slot i of step s. Each slot takes panels that follow one another in memory, so
+// that a prefetch past the end of one is the beginning of the next.
 struct PanelOrder {
     i32 first, count, steps;
 
     i32 panel(int slot, i32 step) const { return first + slot * steps + step; }
 };
 
-// Put panel p of a weight into a slot of the tile. With one pass over the panel the lines ahead are fetched; several passes over the
-// same panels share the fetching of the ones that follow. `place`: of the panel among the expanded ones.
+// Put panel p of a weight into a slot of the tile. With one pass over the panel the lines ahead are fetched; several passes over
+// the same panels share the fetching of the ones that follow. `place`: of the panel among the expanded ones.
 QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, int num_slots, const Weight& w, i32 p, i32 pass, int place) {
     const i64 groups = unit.groups;
     const u8* panel = w.data + p * w.panel_bytes;
@@ -82,8 +82,10 @@ QUIRE_INLINE void set_dense(Tile& tile, float* out, i32 rows) {
     tile.row_stride = 16;
 }
 
-// Compute the panels of a step for the rows of a tile into `out` [width][R][16], or where they belong; is_second: of the second weight.
-void run_panels(const Unit& unit, Tile& tile, bool is_second, const PanelOrder& order, i32 step, int width, TilePlace place, i32 pass, float* out) {
+// Compute the panels of a step for the rows of a tile into `out` [width][R][16], or where they belong; is_second: of the second
+// weight.
+void run_panels(const Unit& unit, Tile& tile, bool is_second, const PanelOrder& order, i32 step, int width, TilePlace place,
+    i32 pass, float* out) {
     const Weight& w = is_second ? *unit.job.second : *unit.job.weight;
     for (int i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, order.panel(i, step), pass, is_second ? width + i : i);
     if (unit.is_direct) {
@@ -108,7 +110,8 @@ QUIRE_INLINE void expand(const Weight& w, i32 panel, u8* lines) {
 void expand_step(const Unit& unit, const PanelOrder& order, i32 step, int width) {
     for (int i = 0; i < width; ++i) {
         expand(*unit.job.weight, order.panel(i, step), unit.expanded + i * unit.expanded_bytes());
-        if (unit.job.finish == Finish::gate) expand(*unit.job.second, order.panel(i, step), unit.expanded + (width + i) * unit.expanded_bytes());
+        if (unit.job.finish == Finish::gate)
+            expand(*unit.job.second, order.panel(i, step), unit.expanded + (width + i) * unit.expanded_bytes());
     }
 }
 
@@ -138,11 +141,13 @@ void run_step(const Unit& unit, Tile& tile, const PanelOrder& order, i32 step, i
     for (i32 row = unit.first_row, pass = row / x.tile_rows; row < unit.last_row; row += x.tile_rows, ++pass) {
         const TilePlace place = {row, smaller(x.tile_rows, x.m - row)};
         set_input(tile, x, place);
-        tile.wide = unit.wide == nullptr ? nullptr : unit.wide + 2 * static_cast<i64>(row - unit.first_row) * steps_of(x.kind, x.k);
+        tile.wide =
+            unit.wide == nullptr ? nullptr : unit.wide + 2 * static_cast<i64>(row - unit.first_row) * steps_of(x.kind, x.k);
         const i64 half = static_cast<i64>(width) * place.rows * 16;
         if (is_gated && 2 * width <= MAX_PANELS && is_tile(*job.weight, place.rows, 2 * width, unit.expanded != nullptr)) {
             // Gate and up side by side: twice the streams from memory.
-            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, order.panel(i, step), pass, width + i);
+            for (int i = 0; i < width; ++i)
+                set_panel(unit, tile, width + i, 2 * width, *job.second, order.panel(i, step), pass, width + i);
             for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, order.panel(i, step), pass, i);
             set_dense(tile, buffer, place.rows);
             run_tile(2 * width, tile_kind(unit), place.rows, tile);
@@ -151,12 +156,15 @@ void run_step(const Unit& unit, Tile& tile, const PanelOrder& order, i32 step, i
             if (is_gated) run_panels(unit, tile, true, order, step, width, place, pass, buffer + half);
         }
         for (int i = 0; i < width && !unit.is_direct; ++i)
-            finish_panel(unit.worker, job, order.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
+            finish_panel(
+                unit.worker, job, order.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
     }
 }
 
 // Whether several passes read the panels of a unit of work, so that they are brought to bf16 first.
-QUIRE_INLINE bool is_expanded(const LinearJob& job) { return is_short(job.weight->format) && job.input->m > job.input->tile_rows; }
+QUIRE_INLINE bool is_expanded(const LinearJob& job) {
+    return is_short(job.weight->format) && job.input->m > job.input->tile_rows;
+}
 
 // Panels that a tile of the job computes side by side.
 QUIRE_INLINE i32 width_of(const LinearJob& job, bool is_expanded) {
@@ -182,9 +190,11 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
     set_weight(tile, *job.weight);
     i32 width = unit_panels(job);
     const i32 group = is_float8(job.weight->format) ? job.weight->block : job.weight->group;
-    Unit unit = {worker, job, first, count, nullptr, groups_of(job.weight->k, group), ceil_div(job.input->m, job.input->tile_rows), 0, false, is_direct(job)};
+    Unit unit = {worker, job, first, count, nullptr, groups_of(job.weight->k, group),
+        ceil_div(job.input->m, job.input->tile_rows), 0, false, is_direct(job)};
     while ((1 << unit.pass_shift) < unit.num_passes) ++unit.pass_shift;
-    unit.is_near = job.is_near && job.input->m <= MAX_NEAR_ROWS && unit.num_passes == 1 && (job.weight->format == Format::bf16 || job.weight->format == Format::u8);
+    unit.is_near = job.is_near && job.input->m <= MAX_NEAR_ROWS && unit.num_passes == 1 &&
+        (job.weight->format == Format::bf16 || job.weight->format == Format::u8);
     const Packed& x = *job.input;
     i32 rows = x.m;  // at once
     const i64 expanded_bytes = is_expanded(job) ? 2 * width * unit.expanded_bytes() : 0;
@@ -205,13 +215,16 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
         unit.last_row = smaller(x.m, unit.first_row + rows);
 #if QUIRE_HAS_256
         const i64 words = steps_of(x.kind, x.k);
-        if (unit.wide != nullptr) widen_input(x.data + unit.first_row * words, (unit.last_row - unit.first_row) * words, unit.wide);
+        if (unit.wide != nullptr)
+            widen_input(x.data + unit.first_row * words, (unit.last_row - unit.first_row) * words, unit.wide);
 #endif
         run_panels_of(unit, tile, width);
     }
 }
 
-QUIRE_INLINE i64 num_units(const LinearJob& job) { return job.input->m > 0 ? ceil_div(panels_of(*job.weight), unit_panels(job)) : 0; }
+QUIRE_INLINE i64 num_units(const LinearJob& job) {
+    return job.input->m > 0 ? ceil_div(panels_of(*job.weight), unit_panels(job)) : 0;
+}
 
 // Panels that a thread takes at once: long streams while much work is left.
 constexpr i32 MAX_UNIT_PANELS = 16;
@@ -229,7 +242,8 @@ void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
             start += units;
             if (first >= last) continue;
             const i32 width = unit_panels(jobs[j]), panels = panels_of(*jobs[j].weight);
-            run_unit(worker, jobs[j], static_cast<i32>(first) * width, smaller(panels, static_cast<i32>(last) * width) - static_cast<i32>(first) * width);
+            run_unit(worker, jobs[j], static_cast<i32>(first) * width,
+                smaller(panels, static_cast<i32>(last) * width) - static_cast<i32>(first) * width);
         }
     }
 }
@@ -256,6 +270,7 @@ void best_of_panels(const Worker& worker, const LinearJob& job, const i32* panel
 
 }  // namespace
 
-extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row, copy_panels, measure_row, shrink, best_of_panels};
+extern const LinearTable linear_table = {
+    tile_rows, pack_row, pack_rows, linear, unpack_row, copy_panels, measure_row, shrink, best_of_panels};
 
 }  // namespace quire::QUIRE_ISA

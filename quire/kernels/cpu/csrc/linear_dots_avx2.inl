@@ -1,10 +1,10 @@
-// Products with sixteen registers of 256 bits and no products of bf16, and except on level avx_vnni none of four bytes. Integers: eight
-// outputs at a time, for all rows of the tile. bf16: as floats, with the input converted in advance if it is read often.
+// Products with sixteen registers of 256 bits and no products of bf16, and except on level avx_vnni none of four bytes. Integers:
+// eight outputs at a time, for all rows of the tile. bf16: as floats, with the input converted in advance if it is read often.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Tiles of at most this many accumulators read their panels line by line, in memory order. Larger ones walk BLOCK_LINES of one half
-// of their panel, which stay in the L1 cache, before the other half.
+// Tiles of at most this many accumulators read their panels line by line, in memory order. Larger ones walk BLOCK_LINES of one
+// half of their panel, which stay in the L1 cache, before the other half.
 constexpr int MAX_STREAMED = 4;
 constexpr i64 BLOCK_LINES = 16;
 // Lines of nibbles whose products are summed in 16 bits: eight products of pairs, each at most 2 * 15 * 127.
@@ -12,8 +12,8 @@ constexpr i64 NIBBLE_LINES = 4;
 
 enum class Codes { bytes, levels, bounded_levels, nibbles };
 
-// How the codes of a tile are read: eight bits, nibbles with a table of levels (bounded: none is -128), or nibbles that are the levels
-// up to a constant, which start_group adds.
+// How the codes of a tile are read: eight bits, nibbles with a table of levels (bounded: none is -128), or nibbles that are the
+// levels up to a constant, which start_group adds.
 template <int R, Codes CODES>
 struct Dots {
     static constexpr int WORDS = CODES == Codes::bytes ? 1 : 2;  // of the input of a row, for a line
@@ -79,7 +79,8 @@ struct Dots {
     // The same for one row and |w| <= 127: the size of an input serves all panels.
     QUIRE_INLINE void add_bounded(__m256i w, const u32* x, __m256i (&sums)[R]) {
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) sums[r] = add_pairs(sums[r], _mm256_maddubs_epi16(_mm256_abs_epi8(word(x + r)), _mm256_sign_epi8(w, word(x + r))));
+        for (int r = 0; r < R; ++r)
+            sums[r] = add_pairs(sums[r], _mm256_maddubs_epi16(_mm256_abs_epi8(word(x + r)), _mm256_sign_epi8(w, word(x + r))));
     }
     QUIRE_INLINE void add_small(__m256i w, const u32* x, __m256i (&sums)[R]) {
 #pragma GCC unroll 32
@@ -97,7 +98,8 @@ QUIRE_INLINE void dot_streams(const Tile& t, __m256i table, i64 begin, i64 lines
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) low[p][r] = Dots<R, CODES>::start(acc[p][r].a), high[p][r] = Dots<R, CODES>::start(acc[p][r].b);
+        for (int r = 0; r < R; ++r)
+            low[p][r] = Dots<R, CODES>::start(acc[p][r].a), high[p][r] = Dots<R, CODES>::start(acc[p][r].b);
     for (i64 s = begin; s < begin + lines; ++s, x += R * Dots<R, CODES>::WORDS) {
         if constexpr (IS_NEAR)
             prefetch_near<P>(t, s);
@@ -112,7 +114,8 @@ QUIRE_INLINE void dot_streams(const Tile& t, __m256i table, i64 begin, i64 lines
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) acc[p][r] = {Dots<R, CODES>::finish(low[p][r], acc[p][r].a), Dots<R, CODES>::finish(high[p][r], acc[p][r].b)};
+        for (int r = 0; r < R; ++r)
+            acc[p][r] = {Dots<R, CODES>::finish(low[p][r], acc[p][r].a), Dots<R, CODES>::finish(high[p][r], acc[p][r].b)};
 }
 
 // The same lines of one panel, half by half.
@@ -126,9 +129,11 @@ QUIRE_INLINE void dot_block(const Tile& t, __m256i table, i64 begin, i64 lines, 
         for (int r = 0; r < R; ++r) sums[r] = Dots<R, CODES>::start(half == 0 ? acc[r].a : acc[r].b);
         const u8* codes = t.panels[0] + begin * 64 + half * 32;
         const u32* input = x;
-        for (i64 line = 0; line < lines; ++line, codes += 64, input += R * Dots<R, CODES>::WORDS) Dots<R, CODES>::add(table, codes, input, sums);
+        for (i64 line = 0; line < lines; ++line, codes += 64, input += R * Dots<R, CODES>::WORDS)
+            Dots<R, CODES>::add(table, codes, input, sums);
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) (half == 0 ? acc[r].a : acc[r].b) = Dots<R, CODES>::finish(sums[r], half == 0 ? acc[r].a : acc[r].b);
+        for (int r = 0; r < R; ++r)
+            (half == 0 ? acc[r].a : acc[r].b) = Dots<R, CODES>::finish(sums[r], half == 0 ? acc[r].a : acc[r].b);
     }
 }
 
@@ -145,8 +150,8 @@ QUIRE_INLINE void dot_lines(const Tile& t, __m256i table, i64 begin, i64 end, co
     }
 }
 
-// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: no registers
-// are free next to the sums of the tile.
+// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: no
+// registers are free next to the sums of the tile.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
 __attribute__((noinline)) void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes&, I32 (&acc)[P][R]) {
     static_assert(P == 1 || R * P <= MAX_STREAMED);
@@ -168,14 +173,16 @@ struct WidePair {
     float upper, lower;
 };
 
-// Add the products of sixteen weights with one input of every row, in the order of rows and in the registers of the sums: GCC would
-// interleave more rows than there are registers, and copy sums to other registers and back.
+// Add the products of sixteen weights with one input of every row, in the order of rows and in the registers of the sums: GCC
+// would interleave more rows than there are registers, and copy sums to other registers and back.
 template <int R>
 QUIRE_INLINE void add_products(F32 w, const WidePair*& x, float WidePair::*half, F32 (&acc)[R]) {
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r) {
         const __m256 input = _mm256_broadcast_ss(&(x[r].*half));
-        asm("vfmadd231ps %3, %5, %0\n\tvfmadd231ps %4, %5, %1" : "+&x"(acc[r].a), "+&x"(acc[r].b), "+r"(x) : "x"(w.a), "x"(w.b), "x"(input));
+        asm("vfmadd231ps %3, %5, %0\n\tvfmadd231ps %4, %5, %1"
+            : "+&x"(acc[r].a), "+&x"(acc[r].b), "+r"(x)
+            : "x"(w.a), "x"(w.b), "x"(input));
     }
 }
 
@@ -216,7 +223,9 @@ template <int R, int P>
 QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r) {
-        const I32 start = set1(t.is_linear ? -(t.starts[g * R + r] >> 7) * (t.table[0] - 128) : QUIRE_HAS_AVX_VNNI ? t.starts[g * R + r] : 0);
+        const I32 start = set1(t.is_linear ? -(t.starts[g * R + r] >> 7) * (t.table[0] - 128)
+                : QUIRE_HAS_AVX_VNNI       ? t.starts[g * R + r]
+                                           : 0);
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) acc[p][r] = start;
     }

@@ -1,10 +1,10 @@
-// Products of integers with registers of 128 bits: bytes with one sign (sdot), or unsigned by signed ones, two steps of two rows and two
-// outputs at a time (usmmla). All sums are exact, so that tiles of any number of rows give the same bits.
+// Products of integers with registers of 128 bits: bytes with one sign (sdot), or unsigned by signed ones, two steps of two rows
+// and two outputs at a time (usmmla). All sums are exact, so that tiles of any number of rows give the same bits.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// How the codes of a tile are read: eight bits, nibbles with a table of levels, or nibbles that are the levels up to a constant, which
-// start_group adds.
+// How the codes of a tile are read: eight bits, nibbles with a table of levels, or nibbles that are the levels up to a constant,
+// which start_group adds.
 enum class Codes { bytes, levels, nibbles };
 
 // Sixteen bytes of a line as numbers that are multiplied.
@@ -45,7 +45,8 @@ QUIRE_INLINE void add_step(const u8* line, uint8x16_t table, const u32* x, I32 (
 #pragma GCC unroll 32
     for (int r = FIRST; r < R; ++r) {
         const int8x16_t input = word_of(x + r);
-        acc[r] = {dot_codes(acc[r].a, a, input), dot_codes(acc[r].b, b, input), dot_codes(acc[r].c, c, input), dot_codes(acc[r].d, d, input)};
+        acc[r] = {dot_codes(acc[r].a, a, input), dot_codes(acc[r].b, b, input), dot_codes(acc[r].c, c, input),
+            dot_codes(acc[r].d, d, input)};
     }
 }
 
@@ -74,8 +75,12 @@ QUIRE_INLINE void dot_lines(const Tile& t, uint8x16_t table, i64 begin, i64 end,
 // Sums of two rows and sixteen outputs: of register i those of outputs 2i and 2i + 1, each of both rows.
 struct RowPair { int32x4_t v[8]; };
 
-QUIRE_INLINE uint8x16_t zip_low(uint8x16_t x, uint8x16_t y) { return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y))); }
-QUIRE_INLINE uint8x16_t zip_high(uint8x16_t x, uint8x16_t y) { return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y))); }
+QUIRE_INLINE uint8x16_t zip_low(uint8x16_t x, uint8x16_t y) {
+    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
+}
+QUIRE_INLINE uint8x16_t zip_high(uint8x16_t x, uint8x16_t y) {
+    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
+}
 
 // Two rows' inputs of two steps: eight bytes of the first row, then of the second.
 QUIRE_INLINE int8x16_t input_pair(const u32* first, const u32* second) {
@@ -92,7 +97,8 @@ QUIRE_INLINE void add_two_steps(const u8* first, const u8* second, uint8x16_t ta
     for (int i = 0; i < R / 2; ++i) input[i] = input_pair(x + 2 * i, x + R + 2 * i);
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
-        const uint8x16_t one = quarter_of<CODES, false>(first + 16 * q, table), two = quarter_of<CODES, true>(second + 16 * q, table);
+        const uint8x16_t one = quarter_of<CODES, false>(first + 16 * q, table),
+                         two = quarter_of<CODES, true>(second + 16 * q, table);
         const uint8x16_t low = zip_low(one, two), high = zip_high(one, two);
 #pragma GCC unroll 32
         for (int i = 0; i < R / 2; ++i) {
@@ -145,8 +151,8 @@ QUIRE_INLINE void dot_codes_of(const Tile& t, uint8x16_t table, i64 begin, i64 e
     dot_lines<R, P, CODES, IS_NEAR>(t, table, begin, end, x, acc);
 }
 
-// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: no registers
-// are free next to the sums of the tile.
+// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: no
+// registers are free next to the sums of the tile.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
 __attribute__((noinline)) void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes&, I32 (&acc)[P][R]) {
     I32 sums[P][R];
@@ -166,7 +172,8 @@ __attribute__((noinline)) void dot_group(const Tile& t, i64 begin, i64 end, cons
         for (int r = 0; r < R; ++r) acc[p][r] = sums[p][r];
 }
 
-// The initial integers of a group: starts is -128 times the sum of the inputs. Codes are unsigned where they can be multiplied so.
+// The initial integers of a group: starts is -128 times the sum of the inputs. Codes are unsigned where they can be multiplied
+// so.
 template <int R, int P>
 QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
 #pragma GCC unroll 32

@@ -43,15 +43,17 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
 // Update with a panel of one row. Almost no panel has a better value.
 QUIRE_INLINE void note_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 value) {
     const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
-    if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16) keep_best(job, at, panel, lanes, value);
+    if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16)
+        keep_best(job, at, panel, lanes, value);
 }
 
-// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias, unless they are so. One loop
-// per activation: selecting it for each row would take a significant part of the time.
+// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias, unless they are so.
+// One loop per activation: selecting it for each row would take a significant part of the time.
 void activate_rows(const LinearJob& job, bool is_scaled, i32 panel, i32 rows, float* y, const float* y2) {
     const bool is_gate = job.finish == Finish::gate;
     const Scaling none = {false, false, zero(), zero()};
-    const Scaling first = is_scaled ? none : scaling_of(*job.weight, panel), second = is_scaled || !is_gate ? none : scaling_of(*job.second, panel);
+    const Scaling first = is_scaled ? none : scaling_of(*job.weight, panel),
+                  second = is_scaled || !is_gate ? none : scaling_of(*job.second, panel);
     const auto each_row = [=](auto value) QUIRE_BODY {
         for (i32 r = 0; r < rows; ++r) store(y + r * 16, value(first(y + r * 16), y2 + r * 16));
     };
@@ -62,7 +64,8 @@ void activate_rows(const LinearJob& job, bool is_scaled, i32 panel, i32 rows, fl
             each_row([=](F32 x, const float*) QUIRE_BODY { return function(x); });
     };
     if (is_gate && job.limit > 0.0f)
-        return each_row([=, &job](F32 x, const float* beside) QUIRE_BODY { return clamped_gate(x, second(beside), job.limit, job.slope); });
+        return each_row(
+            [=, &job](F32 x, const float* beside) QUIRE_BODY { return clamped_gate(x, second(beside), job.limit, job.slope); });
     switch (job.activation) {
         case Activation::silu: return with([](F32 x) QUIRE_BODY { return silu(x); });
         case Activation::gelu: return with([](F32 x) QUIRE_BODY { return gelu(x); });
@@ -115,7 +118,8 @@ void add_low_rank(const LowRankSum* sum, const Scaling& scaled, i32 panel, TileP
 void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, float* y, float* y2) {
     const bool is_activated = job.finish == Finish::activate || job.finish == Finish::gate, is_scaled = has_low_rank(job);
     if (is_scaled) add_low_rank(job.low_rank, scaling_of(*job.weight, panel), panel, place, y);
-    if (is_scaled && job.finish == Finish::gate) add_low_rank(job.second_low_rank, scaling_of(*job.second, panel), panel, place, y2);
+    if (is_scaled && job.finish == Finish::gate)
+        add_low_rank(job.second_low_rank, scaling_of(*job.second, panel), panel, place, y2);
     if (is_activated) activate_rows(job, is_scaled, panel, place.rows, y, y2);
     if (job.packed != nullptr) return pack_panel(job, panel, place, y);
     const Weight& w = *job.weight;
@@ -125,7 +129,8 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     switch (job.finish) {
         case Finish::best:
             for (i32 r = 0; r < place.rows; ++r)
-                note_best(job, static_cast<i64>(place.first_row + r) * worker.size + worker.rank, panel, lanes, scaled(y + r * 16));
+                note_best(
+                    job, static_cast<i64>(place.first_row + r) * worker.size + worker.rank, panel, lanes, scaled(y + r * 16));
             break;
         case Finish::prefilter:
             prefilter_panel(worker, job, panel, place.first_row, place.rows, lanes, scaled.scale, y);
@@ -134,7 +139,8 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
             for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16), lanes);
             break;
         case Finish::add:
-            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, fma(set1(job.factor), scaled(y + r * 16), load(out, lanes)), lanes);
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride)
+                store(out, fma(set1(job.factor), scaled(y + r * 16), load(out, lanes)), lanes);
             break;
         case Finish::multiply:
             for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16) * load(out, lanes), lanes);
@@ -149,7 +155,8 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
 // Whether tiles write the results of a job directly to their destination.
 QUIRE_INLINE bool is_direct(const LinearJob& job) {
     const Weight& w = *job.weight;
-    return job.finish == Finish::store && !has_low_rank(job) && !is_integer(w.format) && w.column_scale == nullptr && w.bias == nullptr && w.n % 16 == 0;
+    return job.finish == Finish::store && !has_low_rank(job) && !is_integer(w.format) && w.column_scale == nullptr &&
+        w.bias == nullptr && w.n % 16 == 0;
 }
 
 }  // namespace

@@ -58,7 +58,8 @@ QUIRE_INLINE void add_block(const Tile& t, i64 g, const F32 (&acc)[P][R]) {
         prefetch(t.block_scales[p] + (g + 8) * 16);
         float* out = t.out + p * t.panel_stride;
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r, out += t.row_stride) store(out, g == 0 ? acc[p][r] * scale : fma(acc[p][r], scale, load(out)));
+        for (int r = 0; r < R; ++r, out += t.row_stride)
+            store(out, g == 0 ? acc[p][r] * scale : fma(acc[p][r], scale, load(out)));
     }
 }
 
@@ -104,7 +105,8 @@ void unpack_float8(const Weight& w, i32 n, float* out) {
         const u32 word = static_cast<u32>(bf16_of_float8(codes[static_cast<i64>(k / 2) * 32 + k % 2])) << 16;
         float value;
         __builtin_memcpy(&value, &word, 4);
-        const float scale = w.block_scales == nullptr ? column : w.block_scales[(static_cast<i64>(n / 16) * blocks + k / block) * 16 + n % 16];
+        const float scale =
+            w.block_scales == nullptr ? column : w.block_scales[(static_cast<i64>(n / 16) * blocks + k / block) * 16 + n % 16];
         out[w.columns == nullptr ? k : w.columns[k]] = value * scale;
     }
 }

@@ -1,5 +1,5 @@
-// Products of LoRA adapters: matrices of few rows in the layout of linear layers, and rows of f32. Each output is summed over even and odd
-// inputs, then over both, whatever the number of rows.
+// Products of LoRA adapters: matrices of few rows in the layout of linear layers, and rows of f32. Each output is summed over
+// even and odd inputs, then over both, whatever the number of rows.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -89,7 +89,9 @@ void low_rank_panel(const Weight& w, i32 panel, i32 count, const float* const* x
     }
 }
 
-void shrink(const Weight& a, i32 panel, i32 count, const float* const* x, float* const* out) { low_rank_panel(a, panel, count, x, out, false); }
+void shrink(const Weight& a, i32 panel, i32 count, const float* const* x, float* const* out) {
+    low_rank_panel(a, panel, count, x, out, false);
+}
 
 // Prefetch what a panel's epilogue reads, while the panel is computed.
 QUIRE_INLINE void prefetch_low_rank(const LowRankSum* sum, i32 panel) {

@@ -10,9 +10,9 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
     return load(lanes);
 }
 
-// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak
-// overflows. Return the sum of the codes. None is -128, though formats that declare such inputs have 127.5 steps and that code: AVX2
-// multiplies bytes in pairs of 16 bits, which two products of -128 and -128 leave.
+// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127
+// / peak overflows. Return the sum of the codes. None is -128, though formats that declare such inputs have 127.5 steps and that
+// code: AVX2 multiplies bytes in pairs of 16 bits, which two products of -128 and -128 leave.
 i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 begin, i32 end, float inverse) {
     I32 sum = set1(0);
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {
@@ -93,7 +93,8 @@ void pack_quantized_together(const Packed& x, RowPlace place, i32 count, const f
         const i32 last = end - begin < piece ? end : begin + piece;
         const i32 first_word = begin / 4, stop = last == x.k ? steps_of(Format::u8, x.k) : last / 4;
         for (i32 i = 0; i < count; ++i)
-            pack_quantized(x, values + i * stride, {place.first, place.rows, place.r + i}, reinterpret_cast<u32*>(codes[i]), 1, begin, last);
+            pack_quantized(
+                x, values + i * stride, {place.first, place.rows, place.r + i}, reinterpret_cast<u32*>(codes[i]), 1, begin, last);
         I32 words[16] = {};
         for (i32 word = first_word; word < stop; word += 16) {
             for (i32 i = 0; i < count; ++i) words[i] = load(codes[i] + word - first_word);

@@ -28,7 +28,8 @@ void copy_panel(const Weight& head, const u8* lines, i32 panel, const Int8HeadPa
     for (i32 j = 0; j < k; ++j) largest = max(largest, abs(outputs_at<FORMAT>(lines, j) * factor));
     // Values so small that their scale would be denormal get the code 0.
     const Mask is_small = largest < set1(1e-30f);
-    const F32 scale = select(is_small, zero(), largest / set1(127.0f)), inverse = select(is_small, zero(), set1(127.0f) / largest), minus = zero() - scale;
+    const F32 scale = select(is_small, zero(), largest / set1(127.0f)),
+              inverse = select(is_small, zero(), set1(127.0f) / largest), minus = zero() - scale;
     F32 off = zero(), size = zero();
     u8* const codes = to.codes + panel * to.panel_bytes;
     for (i64 line = 0; line < to.panel_bytes / 64; ++line) {
@@ -100,7 +101,8 @@ bool drop_candidates(Candidate* kept, i32 room, i32& count, float least) {
 }
 
 // Process a panel of the copy's outputs, [R][16].
-void prefilter_panel(const Worker& worker, const LinearJob& job, i32 panel, i32 first_row, i32 rows, const Mask& lanes, const F32& scale, const float* y) {
+void prefilter_panel(const Worker& worker, const LinearJob& job, i32 panel, i32 first_row, i32 rows, const Mask& lanes,
+    const F32& scale, const float* y) {
     const PrefilterRows& state = *job.prefilter;
     const F32 error = load(state.error + panel * 16), size = load(state.size + panel * 16);
     for (i32 r = 0; r < rows; ++r) {

@@ -36,7 +36,8 @@ QUIRE_INLINE void tile_floats(const Tile& t) {
         prefetch_ahead<P>(t, IS_HALF ? s / 2 : s);
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p)
-            w[p] = IS_HALF ? load_f16(reinterpret_cast<const u16*>(t.panels[p] + s * 32)) : load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
+            w[p] = IS_HALF ? load_f16(reinterpret_cast<const u16*>(t.panels[p] + s * 32))
+                           : load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r) {
             const F32 b = set1(x[r]);
@@ -56,7 +57,8 @@ void tile_f16(const Tile& t) { tile_floats<R, P, true>(t); }
 template <int P>
 struct Functions {
     TileFunction by_rows[NUM_FORMATS][MAX_ACCUMULATORS / P + 1];
-    TileFunction expanded_by_rows[2][MAX_FLOATS / P + 1];  // float8 of which the panels were brought to bf16: beside bf16 inputs, f32 inputs
+    // float8 of which the panels were brought to bf16: beside bf16 inputs, f32 inputs
+    TileFunction expanded_by_rows[2][MAX_FLOATS / P + 1];
     TileFunction near_by_rows[2][MAX_NEAR_ROWS + 1];  // bf16, u8
 };
 
@@ -77,9 +79,11 @@ constexpr void fill(Functions<P>& functions) {
             functions.by_rows[static_cast<int>(Format::f8_wide)][R] = tile_float8<R, P, false, true>;
         }
         if constexpr (R <= MAX_NEAR_ROWS) {
-            if constexpr (R <= MAX_INTEGERS && is_integer_tile(R, P, MAX_LONG_INTEGERS)) functions.near_by_rows[1][R] = tile_u8<R, P, true>;
+            if constexpr (R <= MAX_INTEGERS && is_integer_tile(R, P, MAX_LONG_INTEGERS))
+                functions.near_by_rows[1][R] = tile_u8<R, P, true>;
         }
-        if constexpr (R <= MAX_INTEGERS && is_integer_tile(R, P, MAX_LONG_INTEGERS)) functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
+        if constexpr (R <= MAX_INTEGERS && is_integer_tile(R, P, MAX_LONG_INTEGERS))
+            functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
         if constexpr (is_integer_tile(R, P, MAX_INTEGERS)) functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
         fill<P, R - 1>(functions);
     }
@@ -140,7 +144,8 @@ QUIRE_INLINE TileFunction function_of(const Functions<P>& functions, TileKind ki
 }
 
 #if QUIRE_HAS_256
-constexpr TileFunction wide_by_rows[] = {nullptr, tile_wide_bf16<1>, tile_wide_bf16<2>, tile_wide_bf16<3>, tile_wide_bf16<4>, tile_wide_bf16<5>, tile_wide_bf16<6>};
+constexpr TileFunction wide_by_rows[] = {
+    nullptr, tile_wide_bf16<1>, tile_wide_bf16<2>, tile_wide_bf16<3>, tile_wide_bf16<4>, tile_wide_bf16<5>, tile_wide_bf16<6>};
 static_assert(MAX_FLOATS == 6);
 #endif
 
@@ -173,7 +178,8 @@ constexpr i64 MAX_WIDE_BYTES = 8 << 20;
 QUIRE_INLINE i32 wide_rows(const LinearJob& job) {
     const Packed& x = *job.input;
     const i64 tile_bytes = static_cast<i64>(steps_of(x.kind, x.k)) * 8 * x.tile_rows;
-    const bool is_wide = x.kind == Format::bf16 && !is_float8(job.weight->format) && x.m > x.tile_rows && x.tile_rows * 2 > MAX_FLOATS;
+    const bool is_wide =
+        x.kind == Format::bf16 && !is_float8(job.weight->format) && x.m > x.tile_rows && x.tile_rows * 2 > MAX_FLOATS;
     return !is_wide || tile_bytes > MAX_WIDE_BYTES ? 0 : x.tile_rows * static_cast<i32>(MAX_WIDE_BYTES / tile_bytes);
 }
 #endif
@@ -182,7 +188,10 @@ QUIRE_INLINE void set_weight(Tile& tile, const Weight& w) {
     tile.table = w.table;
     tile.is_linear = w.format == Format::u4;
     for (int level = 1; tile.is_linear && level < 16; ++level) tile.is_linear = w.table[level] == w.table[0] + level;
-    tile.steps = w.format == Format::bf12 ? w.k / UNIT_INPUTS : w.format == Format::f16 ? w.k : w.format == Format::u8 ? ceil_div(w.k, 4) : static_cast<i32>(w.panel_bytes / 64);
+    tile.steps = w.format == Format::bf12 ? w.k / UNIT_INPUTS
+        : w.format == Format::f16         ? w.k
+        : w.format == Format::u8          ? ceil_div(w.k, 4)
+                                          : static_cast<i32>(w.panel_bytes / 64);
     tile.group_steps = is_float8(w.format) ? w.block / 4 : w.format == Format::u8 ? ceil_div(w.group, 4) : ceil_div(w.group, 8);
     tile.groups_per_scale = w.group == 0 ? 1 : ceil_div(w.input_group, w.group);
 }

@@ -17,7 +17,9 @@ constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 constexpr int MAX_ACCUMULATORS = MAX_FLOATS > MAX_INTEGERS ? MAX_FLOATS : MAX_INTEGERS;
 constexpr int MAX_PANELS = 4;
 // Whether a tile of integers exists; most: MAX_INTEGERS or MAX_LONG_INTEGERS.
-constexpr bool is_integer_tile(int rows, int panels, int most) { return rows * panels <= (QUIRE_HAS_256 && panels > 1 ? 4 : most); }
+constexpr bool is_integer_tile(int rows, int panels, int most) {
+    return rows * panels <= (QUIRE_HAS_256 && panels > 1 ? 4 : most);
+}
 // Rows of a tile of bf12 or float8, which holds two lines of every panel.
 constexpr int max_unit_rows(int panels) {
     const int rows = MAX_FLOATS / panels;

@@ -25,7 +25,8 @@ void unpack_row(const Weight& w, i32 n, float* out) {
             } else if (w.format == Format::f32)
                 __builtin_memcpy(&word, panel + static_cast<i64>(k) * 64 + lane * 4, 4);
             else
-                __builtin_memcpy(reinterpret_cast<u8*>(&word) + 2, panel + static_cast<i64>(k / 2) * 64 + lane * 4 + (k % 2) * 2, 2);
+                __builtin_memcpy(
+                    reinterpret_cast<u8*>(&word) + 2, panel + static_cast<i64>(k / 2) * 64 + lane * 4 + (k % 2) * 2, 2);
             __builtin_memcpy(out + (w.columns == nullptr ? k : w.columns[k]), &word, 4);
         }
         return;
@@ -33,7 +34,8 @@ void unpack_row(const Weight& w, i32 n, float* out) {
     const i64 groups = groups_of(w.k, w.group);
     const float column = w.column_scale == nullptr ? 1.0f : w.column_scale[n];
     for (i32 g = 0; g < groups; ++g) {
-        const float scale = group_value(w.group_scales, groups, n, g, 1.0f), offset = group_value(w.group_offsets, groups, n, g, 0.0f);
+        const float scale = group_value(w.group_scales, groups, n, g, 1.0f),
+                    offset = group_value(w.group_offsets, groups, n, g, 0.0f);
         const i32 stop = (g + 1) * w.group < w.k ? (g + 1) * w.group : w.k;
         for (i32 k = g * w.group; k < stop; ++k) {
             u8 code;

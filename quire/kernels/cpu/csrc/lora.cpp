@@ -16,16 +16,19 @@ void LoraAdapter::set(i32 layer, i32 module, std::shared_ptr<NativeWeight> a, st
     put(index(layer, static_cast<LoraModule>(module)), std::move(a), std::move(b));
 }
 
-void LoraAdapter::set_expert(i32 layer, i32 expert, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
+void LoraAdapter::set_expert(
+    i32 layer, i32 expert, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
     if (module < 0 || module >= NUM_EXPERT_MODULES || layer < 0 || layer >= num_layers || expert < 0 || expert >= num_experts)
-        throw std::invalid_argument("there is no module " + std::to_string(module) + " of expert " + std::to_string(expert) + " of layer " + std::to_string(layer));
+        throw std::invalid_argument("there is no module " + std::to_string(module) + " of expert " + std::to_string(expert) +
+            " of layer " + std::to_string(layer));
     put(expert_index(num_layers, num_experts, layer, expert, static_cast<ExpertModule>(module)), std::move(a), std::move(b));
     adapts_experts = true;
 }
 
 void LoraAdapter::set_head(i32 layer, i32 head, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
     if (module < 0 || module >= NUM_HEAD_MODULES || layer < 0 || layer >= num_layers || head < 0 || head >= num_heads)
-        throw std::invalid_argument("there is no module " + std::to_string(module) + " of head " + std::to_string(head) + " of layer " + std::to_string(layer));
+        throw std::invalid_argument("there is no module " + std::to_string(module) + " of head " + std::to_string(head) +
+            " of layer " + std::to_string(layer));
     put(head_index(num_layers, num_experts, num_heads, layer, head, static_cast<HeadModule>(module)), std::move(a), std::move(b));
     adapts_heads = true;
 }
@@ -33,7 +36,8 @@ void LoraAdapter::set_head(i32 layer, i32 head, i32 module, std::shared_ptr<Nati
 void LoraAdapter::put(i32 index, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
     const Weight &first = a->weight, &second = b->weight;
     const bool is_dense = first.format == Format::bf16 || first.format == Format::f16 || first.format == Format::f32;
-    if (first.n != second.k || !is_dense || first.format != second.format || first.columns != nullptr || second.columns != nullptr)
+    if (first.n != second.k || !is_dense || first.format != second.format || first.columns != nullptr ||
+        second.columns != nullptr)
         throw std::invalid_argument("the matrices of an adapter must be dense, [rank][in] and [out][rank], in one format");
     rank = std::max(rank, first.n);
     weights[index] = {&first, &second};
@@ -82,12 +86,14 @@ void LoraState::group(const std::vector<i32>& row_numbers, LoraRows& found) cons
     }
 }
 
-void LoraState::group_places(i32 layer, const LoraRows& rows, const i32* pair_rows, i32 num_places, i32 count, const i32* experts, const i32* firsts, const i32* counts) {
+void LoraState::group_places(i32 layer, const LoraRows& rows, const i32* pair_rows, i32 num_places, i32 count, const i32* experts,
+    const i32* firsts, const i32* counts) {
     places.clear(num_places);
     for (i32 at = 0; at < count; ++at) {
         const i32 index = expert_index(layer, experts[at], 0);
         const auto is_adapted = [&](const LowRankWeights* weights) {
-            return std::any_of(weights + index, weights + index + NUM_EXPERT_MODULES, [](const LowRankWeights& pair) { return pair.a != nullptr; });
+            return std::any_of(weights + index, weights + index + NUM_EXPERT_MODULES,
+                [](const LowRankWeights& pair) { return pair.a != nullptr; });
         };
         for (const LowRankWeights* weights : rows.used) {
             LoraTile tile = {weights, 0, {}};
@@ -118,7 +124,8 @@ void LoraState::group_places(i32 layer, const LoraRows& rows, const i32* pair_ro
             sum.used = places.used.data() + places.first_used[at];
             sum.num_used = places.first_used[at + 1] - places.first_used[at];
             sum.index = expert_index(layer, experts[at], module);
-            sum.shrunk = reinterpret_cast<const float*>(shrunk.data) + firsts[at] * stride() + static_cast<i64>(module) * padded_rank;
+            sum.shrunk =
+                reinterpret_cast<const float*>(shrunk.data) + firsts[at] * stride() + static_cast<i64>(module) * padded_rank;
             sum.stride = stride();
             places.sums.push_back(sum);
         }
@@ -142,9 +149,11 @@ void LoraState::reserve(i32 num_rows, i32 num_tokens) {
 }
 
 void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
-    if (divides_rows() || entry_ != Entry::token) throw std::invalid_argument("a rank that divides rows or a draft head takes no adapters");
+    if (divides_rows() || entry_ != Entry::token)
+        throw std::invalid_argument("a rank that divides rows or a draft head takes no adapters");
     if (number < 0) throw std::invalid_argument("the number of an adapter is at least 0");
-    if (adapter && (adapter->num_layers != num_layers() || adapter->num_experts != max_experts_ || adapter->num_heads != max_latent_heads_))
+    if (adapter &&
+        (adapter->num_layers != num_layers() || adapter->num_experts != max_experts_ || adapter->num_heads != max_latent_heads_))
         throw std::invalid_argument("the adapter is for another number of layers, experts or heads");
     if (adapter && adapter->rank == 0 && !is_stage_) throw std::invalid_argument("the adapter has no matrices");
     const std::lock_guard<std::mutex> lock(guard_);
@@ -152,7 +161,8 @@ void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
     lora_.num_layers = num_layers();
     lora_.num_experts = max_experts_;
     lora_.num_heads = max_latent_heads_;
-    const bool has_mixers = std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer->mixer != nullptr; });
+    const bool has_mixers =
+        std::any_of(layers_.begin(), layers_.end(), [](const auto& layer) { return layer->mixer != nullptr; });
     lora_.num_outputs = has_mixers || choice_.top_k > 0 || expert_latent_size_ > 0 ? MAX_LORA_OUTPUTS : 4;
     lora_.adapters[number] = std::move(adapter);
 }
@@ -179,18 +189,23 @@ void Plan::begin_lora(const StepInput& input) {
     wanted.resize(input.num_logit_rows);
     lora_.group(wanted, lora_.logit);
     const i32 head = LoraAdapter::index(num_layers(), LoraModule::head);
-    const bool has_head = std::any_of(lora_.all.used.begin(), lora_.all.used.end(), [&](const LowRankWeights* weights) { return weights[head].a != nullptr; });
-    if (has_head && input.best != nullptr) throw std::invalid_argument("the best tokens of a head with adapters are found in its logits");
-    for (const i32 number : lora_.numbers) lora_.adapts_experts = lora_.adapts_experts || (number >= 0 && lora_.adapters[number]->adapts_experts);
+    const bool has_head = std::any_of(
+        lora_.all.used.begin(), lora_.all.used.end(), [&](const LowRankWeights* weights) { return weights[head].a != nullptr; });
+    if (has_head && input.best != nullptr)
+        throw std::invalid_argument("the best tokens of a head with adapters are found in its logits");
+    for (const i32 number : lora_.numbers)
+        lora_.adapts_experts = lora_.adapts_experts || (number >= 0 && lora_.adapters[number]->adapts_experts);
     const i32 num_places = lora_.adapts_experts ? input.batch.num_tokens * max_top_k_ : 0;
-    if (!lora_.all.is_empty()) lora_.reserve(std::max({input.batch.num_tokens, input.num_logit_rows, num_places}), input.batch.num_tokens);
+    if (!lora_.all.is_empty())
+        lora_.reserve(std::max({input.batch.num_tokens, input.num_logit_rows, num_places}), input.batch.num_tokens);
 }
 
 void Plan::begin_lora_logits(const i32* rows, i32 count) {
     lora_.logit.clear();
     if (lora_.numbers.empty()) return;
     std::vector<i32> numbers;
-    for (i32 i = 0; i < count; ++i) numbers.push_back(rows[i] < static_cast<i32>(lora_.kept_numbers.size()) ? lora_.kept_numbers[rows[i]] : -1);
+    for (i32 i = 0; i < count; ++i)
+        numbers.push_back(rows[i] < static_cast<i32>(lora_.kept_numbers.size()) ? lora_.kept_numbers[rows[i]] : -1);
     lora_.group(numbers, lora_.logit);
     if (!lora_.logit.is_empty()) lora_.reserve(count, 0);
 }

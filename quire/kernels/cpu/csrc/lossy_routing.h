@@ -9,9 +9,11 @@
 namespace quire {
 
 struct LossyRouting {
-    // An expert takes at most this many times the mean of a step; what is over goes to the row's next best expert that has room. 0: off.
+    // An expert takes at most this many times the mean of a step; what is over goes to the row's next best expert that has room.
+    // 0: off.
     float capacity_factor = 0.0f;
-    // After each step the selection scores of experts with more tokens than the mean fall by this, and those of others rise. 0: off.
+    // After each step the selection scores of experts with more tokens than the mean fall by this, and those of others rise. 0:
+    // off.
     float bias_rate = 0.0f;
     float bias_limit = 0.0f;  // the largest absolute value of these biases
     float min_share = 0.0f;   // choices with less than this share of the weight of the row's best one are left out. 0: off

@@ -23,12 +23,15 @@ void Plan::finish_mixer(PlanLayer& l) {
     Mixer& m = *l.mixer;
     if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel ||
         (l.is_mixed() && l.attn_out.is_present) || (!m.part_scales.empty() && m.part_scales.size() != m.in.size()))
-        throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
+        throw std::invalid_argument(
+            "a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
     const i32 inputs[] = {6, 3, 5, 2};  // of each kind
-    if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
+    if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS ||
+        m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
         throw std::invalid_argument("a mixer of other parts than the kernels know, or of more taps or rows of a state");
     const size_t channels = static_cast<size_t>(m.channels());
-    if (m.conv_weight.size() != channels * m.taps || (!m.conv_bias.empty() && m.conv_bias.size() != channels)) throw std::invalid_argument("the weights of a convolution");
+    if (m.conv_weight.size() != channels * m.taps || (!m.conv_bias.empty() && m.conv_bias.size() != channels))
+        throw std::invalid_argument("the weights of a convolution");
     if (m.total_values == 0) m.total_values = m.values();
     i32 offset = 0;
     for (const auto& part : m.in) {
@@ -46,7 +49,8 @@ void Plan::finish_mixer(PlanLayer& l) {
         mix_low_size_ = std::max(mix_low_size_, m.read->weight.n);
     }
     if (m.low_z) mix_low_size_ = std::max(mix_low_size_, m.values() + m.num_decays());
-    for (const Site* site : {&l.mixer_site(), &m.out_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
+    for (const Site* site : {&l.mixer_site(), &m.out_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site})
+        measure(*site, 1);
     if (m.kind == MixerKind::delta) {
         m.k_norm = length_norm(m.k_dim, 1.0f);
         m.q_norm = length_norm(m.k_dim, std::sqrt(static_cast<float>(m.k_dim)));

@@ -48,7 +48,9 @@ struct Packing {
 
 void pack_share(const Packing& job, i64 share) {
     const Weight& w = job.weight->weight;
-    const i64 width = w.format == Format::f32 ? 4 : w.format == Format::bf16 || w.format == Format::f16 || w.format == Format::bf12 ? 2 : 1;
+    const i64 width = w.format == Format::f32                                             ? 4
+        : w.format == Format::bf16 || w.format == Format::f16 || w.format == Format::bf12 ? 2
+                                                                                          : 1;
     const i32 row = static_cast<i32>(share) * ROWS_PER_SHARE;
     const i32 rows = job.count - row < ROWS_PER_SHARE ? job.count - row : ROWS_PER_SHARE;
     const u8* source = static_cast<const u8*>(job.source) + row * job.stride * width;
@@ -56,9 +58,11 @@ void pack_share(const Packing& job, i64 share) {
     if (w.format == Format::bf12) {
         NativeWeight& weight = *job.weight;
         float* scales = reinterpret_cast<float*>(weight.column_scales.data);
-        pack_bf12(reinterpret_cast<const u16*>(source), job.stride, w.n, w.k, job.first + row, rows, panels, scales, job.found + row / 16);
+        pack_bf12(reinterpret_cast<const u16*>(source), job.stride, w.n, w.k, job.first + row, rows, panels, scales,
+            job.found + row / 16);
     } else if (w.format == Format::u8 || w.format == Format::u4)
-        pack_codes(w.format, reinterpret_cast<const i8*>(source), job.stride, w.n, w.k, job.first + row, rows, job.levels, job.num_levels, panels);
+        pack_codes(w.format, reinterpret_cast<const i8*>(source), job.stride, w.n, w.k, job.first + row, rows, job.levels,
+            job.num_levels, panels);
     else if (is_float8(w.format))
         pack_float8(source, job.stride, w.n, w.k, job.first + row, rows, panels);
     else
@@ -66,12 +70,13 @@ void pack_share(const Packing& job, i64 share) {
     if (job.is_mapped) forget_pages(source, rows * job.stride * width);
 }
 
-// Write to each page of the panels that this thread will read, those of next_of_share: Linux places a page on the node of the thread
-// that writes it first. What is packed already stays.
+// Write to each page of the panels that this thread will read, those of next_of_share: Linux places a page on the node of the
+// thread that writes it first. What is packed already stays.
 void place_pages(const NativeWeight& weight, const Worker& worker) {
     const i64 panels = panels_of(weight.weight), bytes = weight.weight.panel_bytes;
     volatile u8* const end = weight.memory.data + share_start(panels, worker.rank + 1, worker.size) * bytes;
-    for (volatile u8* at = weight.memory.data + share_start(panels, worker.rank, worker.size) * bytes; at < end; at += PAGE_BYTES) *at = *at;
+    for (volatile u8* at = weight.memory.data + share_start(panels, worker.rank, worker.size) * bytes; at < end; at += PAGE_BYTES)
+        *at = *at;
 }
 
 // Each thread takes the shares that are left. There is no barrier inside, so a thread may end early.
@@ -143,22 +148,28 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     const bool is_quantized = weight.format == Format::u8 || weight.format == Format::u4;
     const i32 step = weight.format == Format::u4 ? 8 : 4;
     if (n < 1 || k < 1) throw std::invalid_argument("a weight has at least one row and one column");
-    if (is_quantized && (group < 1 || (group % step != 0 && group < k))) throw std::invalid_argument("group must be a multiple of " + std::to_string(step));
+    if (is_quantized && (group < 1 || (group % step != 0 && group < k)))
+        throw std::invalid_argument("group must be a multiple of " + std::to_string(step));
     if (input_group == 0) input_group = group;
     if (is_quantized && (input_group < group || (input_group % group != 0 && input_group < k)))
         throw std::invalid_argument("input_group must be a multiple of group or the whole row");
-    if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
+    if (is_quantized && k > 60000)
+        throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
     if (weight.format == Format::bf12 && k % UNIT_INPUTS != 0)
-        throw std::invalid_argument("bf12 needs a multiple of " + std::to_string(UNIT_INPUTS) + " columns, got " + std::to_string(k));
+        throw std::invalid_argument(
+            "bf12 needs a multiple of " + std::to_string(UNIT_INPUTS) + " columns, got " + std::to_string(k));
     const bool is_short_float = is_float8(weight.format);
-    if (is_short_float && k % 4 != 0) throw std::invalid_argument("float8 needs a multiple of 4 columns, got " + std::to_string(k));
-    if (is_short_float && (group < 0 || (group % 4 != 0 && group < k))) throw std::invalid_argument("blocks of float8 must be a multiple of 4 columns, got " + std::to_string(group));
+    if (is_short_float && k % 4 != 0)
+        throw std::invalid_argument("float8 needs a multiple of 4 columns, got " + std::to_string(k));
+    if (is_short_float && (group < 0 || (group % 4 != 0 && group < k)))
+        throw std::invalid_argument("blocks of float8 must be a multiple of 4 columns, got " + std::to_string(group));
     weight.n = n;
     weight.k = k;
     weight.block = is_short_float && group < k ? group : 0;
     const i32 whole = (k + 7) / 8 * 8;
     weight.group = is_quantized ? (group >= k ? whole : group) : 0;
-    weight.input_group = is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
+    weight.input_group =
+        is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
     weight.panel_bytes = panel_lines(weight.format, k) * 64;
     memory = Part::of(panels_of(weight) * weight.panel_bytes + (weight.format == Format::bf12 ? PAST_PANELS : 0));
     weight.data = memory.data;
@@ -169,15 +180,18 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     weight.column_scale = reinterpret_cast<const float*>(column_scales.data);
 }
 
-void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads) {
-    if (first % 16 != 0 || first < 0 || count < 1 || first + count > weight.n) throw std::invalid_argument("rows to pack are outside the weight");
+void NativeWeight::pack(
+    uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads) {
+    if (first % 16 != 0 || first < 0 || count < 1 || first + count > weight.n)
+        throw std::invalid_argument("rows to pack are outside the weight");
     if (weight.format == Format::u4) {
         if (num_levels < 1 || num_levels > 16) throw std::invalid_argument("u4 needs 1 to 16 levels");
         for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
     }
     std::vector<std::vector<Exception>> found(weight.format == Format::bf12 ? static_cast<size_t>(ceil_div(count, 16)) : 0);
     const bool places_pages = first == 0 && are_teams_bound(num_threads);  // a weight is packed from its first row on
-    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data(), places_pages, {}};
+    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels),
+        num_levels, is_mapped, found.data(), places_pages, {}};
     run_team(num_threads, pack_shares, &job);
     job.failure.raise();
     if (weight.format == Format::bf12) take_exceptions(static_cast<size_t>(first) / 16, found);
@@ -203,7 +217,8 @@ void NativeWeight::take_exceptions(size_t first_panel, const std::vector<std::ve
         windows[panel] = {exceptions.data() + starts[panel], static_cast<i32>(starts[panel + 1] - starts[panel])};
 }
 
-void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns, uintptr_t block_scale) {
+void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias,
+    uintptr_t columns, uintptr_t block_scale) {
     const i64 width = panels_of(weight) * 16, groups = groups_of(weight.k, weight.group);
     const auto copy = [](Part& to, uintptr_t from, auto& pointer, i64 count) {
         using Value = std::remove_const_t<std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>>;
@@ -215,7 +230,8 @@ void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, u
     };
     copy(scales, group_scales, weight.group_scales, width * groups);
     copy(offsets, group_offsets, weight.group_offsets, width * groups);
-    if ((block_scale != 0) != (weight.block != 0)) throw std::invalid_argument("scales of blocks are for float8 in blocks, which needs them");
+    if ((block_scale != 0) != (weight.block != 0))
+        throw std::invalid_argument("scales of blocks are for float8 in blocks, which needs them");
     copy(block_scales, block_scale, weight.block_scales, width * groups_of(weight.k, weight.block));
     if (weight.format != Format::bf12)
         copy(column_scales, column_scale, weight.column_scale, width);

@@ -16,7 +16,8 @@ struct Memory {
     i64 bytes = 0;
 
     explicit Memory(i64 size) : data(size > 0 ? allocate(size) : nullptr), bytes(size) {
-        if (size > 0 && data == nullptr) throw std::runtime_error("out of memory: " + std::to_string(size) + " bytes could not be mapped");
+        if (size > 0 && data == nullptr)
+            throw std::runtime_error("out of memory: " + std::to_string(size) + " bytes could not be mapped");
     }
     Memory(Memory&& other) noexcept : data(std::exchange(other.data, nullptr)), bytes(std::exchange(other.bytes, 0)) {}
     Memory& operator=(Memory&& other) noexcept {
@@ -29,8 +30,8 @@ struct Memory {
     ~Memory() { release(data, bytes); }
 };
 
-// Memory of a weight: a part of a slab of huge pages that several weights share, so that small ones have huge pages too. A slab is
-// freed with its last weight.
+// Memory of a weight: a part of a slab of huge pages that several weights share, so that small ones have huge pages too. A slab
+// is freed with its last weight.
 struct Part {
     std::shared_ptr<Memory> slab;
     u8* data = nullptr;
@@ -47,8 +48,10 @@ struct NativeWeight {
     std::vector<Window> windows;
 
     NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
-    void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
-    void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns, uintptr_t block_scales);
+    void pack(
+        uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
+    void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns,
+        uintptr_t block_scales);
     // Replace the exceptions of some panels.
     void take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found);
     i64 num_bytes() const;

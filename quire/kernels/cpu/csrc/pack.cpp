@@ -23,7 +23,8 @@ void interleave(const u8* source, i64 stride_bytes, i32 rows, i32 k, i32 words, 
         const i32 used = r < rows ? whole : 0;
         for (i32 s = 0; s < used; ++s) memcpy(out + static_cast<i64>(s) * 64, row + static_cast<i64>(s) * 4, 4);
         for (i32 s = used; s < words; ++s) memset(out + static_cast<i64>(s) * 64, 0, 4);
-        if (r < rows && whole * PER_WORD < k) memcpy(out + static_cast<i64>(whole) * 64, row + static_cast<i64>(whole) * 4, (k - whole * PER_WORD) * W);
+        if (r < rows && whole * PER_WORD < k)
+            memcpy(out + static_cast<i64>(whole) * 64, row + static_cast<i64>(whole) * 4, (k - whole * PER_WORD) * W);
     }
 }
 
@@ -169,7 +170,8 @@ void pack_dense(Format format, const void* source, i64 stride, i32 n, i32 k, i32
     }
 }
 
-void pack_bf12(const u16* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels, float* scales, std::vector<Exception>* exceptions) {
+void pack_bf12(const u16* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels, float* scales,
+    std::vector<Exception>* exceptions) {
     std::vector<u32> lines;
     for (i32 row = 0; row < count; row += 16) {
         const i32 panel = (first + row) / 16;
@@ -202,7 +204,8 @@ bool suits_bf12(const u16* source, i64 stride, i32 count, i32 k) {
     return found * LEAST_UNITS_PER_EXCEPTION <= static_cast<i64>(looks) * (k / UNIT_INPUTS);
 }
 
-void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels, u8* panels) {
+void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels,
+    u8* panels) {
     const i64 lines = panel_lines(format, k);
     u8 index_of[256] = {};
     for (i32 i = 0; i < num_levels; ++i) index_of[static_cast<u8>(levels[i])] = static_cast<u8>(i);
@@ -236,7 +239,8 @@ void pack_float8(const u8* source, i64 stride, i32 n, i32 k, i32 first, i32 coun
             if (used < 16) memset(panel + static_cast<i64>(begin) * 32, 0, static_cast<size_t>(end - begin) * 32);
             for (i32 r = 0; r < used; ++r) {
                 const u8* codes = source + (row + r) * stride;
-                for (i32 pair = begin; pair < end; ++pair) memcpy(panel + static_cast<i64>(pair) * 32 + float8_place(r, 0), codes + 2 * static_cast<i64>(pair), 2);
+                for (i32 pair = begin; pair < end; ++pair)
+                    memcpy(panel + static_cast<i64>(pair) * 32 + float8_place(r, 0), codes + 2 * static_cast<i64>(pair), 2);
             }
         }
     }

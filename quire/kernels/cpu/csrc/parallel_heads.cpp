@@ -19,7 +19,8 @@ struct Linear {
     PackedMemory memory;
     LinearJob job;
 
-    Linear(const Kernels& kernels, const NativeWeight& from, i32 num_rows) : weight(&from), memory(*kernels.linear, from.weight, num_rows) {
+    Linear(const Kernels& kernels, const NativeWeight& from, i32 num_rows)
+        : weight(&from), memory(*kernels.linear, from.weight, num_rows) {
         job.weight = &from.weight;
     }
 };
@@ -38,8 +39,8 @@ void run(const Call& call, Worker& worker, Linear& linear, const float* values, 
     const LinearTable& table = *call.kernels.linear;
     const i32 tile = linear.memory.packed.tile_rows, rows = call.num_rows;
     for (i64 row = next(worker, rows, tile); row < rows; row = next(worker, rows, tile))
-        table.pack_rows(linear.memory.packed, static_cast<i32>(row), std::min<i32>(tile, rows - static_cast<i32>(row)), values + row * stride, stride, 0,
-                        linear.memory.packed.k);
+        table.pack_rows(linear.memory.packed, static_cast<i32>(row), std::min<i32>(tile, rows - static_cast<i32>(row)),
+            values + row * stride, stride, 0, linear.memory.packed.k);
     barrier(worker);
     table.linear(worker, &linear.job, 1);
     barrier(worker);
@@ -79,7 +80,8 @@ void ParallelHeads::add(std::vector<std::shared_ptr<NativeWeight>> blocks, std::
 
 template <class Finishing>
 int ParallelHeads::run(const float* hidden, i64 stride, i32 num_rows, i32 count, int num_threads, Finishing finish) const {
-    if (count < 1 || count > static_cast<i32>(heads_.size()) || num_rows < 1) throw std::invalid_argument("there are not so many heads, or no rows");
+    if (count < 1 || count > static_cast<i32>(heads_.size()) || num_rows < 1)
+        throw std::invalid_argument("there are not so many heads, or no rows");
     const Kernels& table = kernels();
     const i64 size = heads_[0].output->weight.k;
     std::vector<float> x(num_rows * size), added(num_rows * size);
@@ -111,7 +113,8 @@ void ParallelHeads::speak(const float* hidden, i64 stride, i32 num_rows, i32 cou
     });
 }
 
-std::vector<std::vector<i32>> ParallelHeads::best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const {
+std::vector<std::vector<i32>> ParallelHeads::best(
+    const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const {
     const i64 most = std::max(num_threads, 1), num_said = static_cast<i64>(std::max(count, 0)) * std::max(num_rows, 0);
     std::vector<float> values(num_said * most, -__builtin_inff());
     std::vector<i32> indices(num_said * most, -1);

@@ -16,7 +16,8 @@ public:
     void speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const;
     // The best token of each head for every row: [num_rows][count]; token 0 if there is none. vocabulary: of each of
     // the heads' tokens the model's, or null.
-    std::vector<std::vector<i32>> best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const;
+    std::vector<std::vector<i32>> best(
+        const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const;
 
     i32 vocab() const { return heads_.empty() ? 0 : heads_[0].output->weight.n; }
 

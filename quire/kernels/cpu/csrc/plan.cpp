@@ -241,7 +241,7 @@ void Plan::finish_latent(PlanLayer& l) {
         throw std::invalid_argument("multi-head latent attention has a weight for each head, and one head of rank + rope values in the cache");
     if (latent.q_a) l.q_a_form = l.attn_site.add(latent.q_a->weight);
     l.q_form = (latent.q_a ? l.q_site : l.attn_site).add(l.q->weight);
-    if (l.has_indexer()) finish_indexer(l);
+    if (l.attends_chosen()) finish_indexer(l);
     for (const LatentHead& head : latent.heads) {
         l.key_up_site.add(head.key_up->weight);
         l.value_up_site.add(head.value_up->weight);
@@ -261,13 +261,18 @@ void Plan::finish_latent(PlanLayer& l) {
 void Plan::finish_indexer(PlanLayer& l) {
     KeyIndexer& indexer = l.latent.indexer;
     if (divides_rows() || has_context() || has_homes()) throw std::invalid_argument("ranks that divide the tokens of sequences have no indexer of keys");
-    if (!indexer.q || !indexer.k || !indexer.weights || !indexer.k_norm.is_present || indexer.head_dim > MAX_INDEX_SIZE || indexer.head_dim % 2 != 0)
+    if (l.has_indexer() && (!indexer.k || !indexer.weights || !indexer.k_norm.is_present || indexer.head_dim > MAX_INDEX_SIZE || indexer.head_dim % 2 != 0))
         throw std::invalid_argument("an indexer has heads of at most " + std::to_string(MAX_INDEX_SIZE) + " values, an even number, a norm of keys, and weights of heads");
     const bool is_first = &l == layers_[0].get();
     if (is_first == (choice_.top_k > 0) || (!is_first && (choice_.top_k != indexer.top_k || choice_.row_size != l.head_dim)))
         throw std::invalid_argument("all layers of a model, or none, choose equally many keys of one size");
     choice_.top_k = indexer.top_k;
     choice_.row_size = l.head_dim;
+    if (!l.has_indexer()) {
+        if (is_first) throw std::invalid_argument("the first layer has an indexer of its own");
+        choice_.is_shared = true;
+        return;
+    }
     indexer.q_form = (l.latent.q_a ? l.q_site : l.attn_site).add(indexer.q->weight);
     indexer.k_form = l.attn_site.add(indexer.k->weight);
     indexer.weights_form = l.attn_site.add(indexer.weights->weight);

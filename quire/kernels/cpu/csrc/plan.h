@@ -2,6 +2,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "lora.h"
@@ -62,7 +63,7 @@ struct LatentHead {
 };
 // What chooses the keys that a query attends to, the best top_k of all before it, by keys of its own (IndexerSpec). Every rank has all of it.
 struct KeyIndexer {
-    i32 num_heads = 0, head_dim = 0, top_k = 0;  // top_k 0: there is none
+    i32 num_heads = 0, head_dim = 0, top_k = 0;  // top_k 0: there is none; without weights: the choice of the last indexer before it
     bool is_interleaved = false;                 // as in Latent
     std::shared_ptr<NativeWeight> q, k, weights;  // of what queries are made of, and of the input
     Norm k_norm;
@@ -212,7 +213,8 @@ struct PlanLayer {
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
     bool has_attention() const { return q != nullptr; }
-    bool has_indexer() const { return latent.indexer.top_k > 0; }
+    bool has_indexer() const { return latent.indexer.q != nullptr; }
+    bool attends_chosen() const { return latent.indexer.top_k > 0; }
     // The cache with an indexer: `keys` are the rows, and `values` the indexer's keys.
     IndexedKv indexed_kv() const { return {kv.format, kv.block_size, head_dim, latent.indexer.head_dim, kv.keys, kv.values}; }
     bool is_mixed() const { return q != nullptr && mixer != nullptr; }
@@ -341,6 +343,10 @@ public:
     // on; those of experts that it does not hold any more are let go. Throws std::invalid_argument, and changes nothing, if a weight
     // has another form than the layer's, or one that the rank is to hold is missing.
     void place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& added, std::vector<i32> copies, std::vector<i32> own_copies);
+    // Let the bounds of sequences go, see BoundsRequest.
+    void forget_bounds(const std::vector<i64>& keys);
+    // Runs that steps with bounds might have skipped, and those that they have.
+    std::vector<i64> run_counts() const { return {run_counts_[0], run_counts_[1]}; }
     // Copy keys and values of tokens to other slots, one after the other: in every layer that is windowed, or that is not.
     void move_tokens(const i64* from, const i64* to, i32 count, bool is_windowed);
     // Whether any layer has a recurrent state.
@@ -392,6 +398,9 @@ private:
     // ranks of a pipeline stage get.
     void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
+    // Take the memory of the bounds of a step, and keep what it has written.
+    void begin_bounds(const StepInput& input);
+    void keep_bounds(const StepInput& input);
     // Find the pieces of a step for layers with an indexer, and take the memory of their keys.
     void reserve_choice(const Batch& batch);
     // The memory that ranks share with divided rows.
@@ -465,6 +474,14 @@ private:
     std::shared_ptr<NativeWeight> fuse_;
     bool is_residual_normed_ = false, recycles_normed_ = true;
     std::vector<i32> kept_layers_;
+    struct SequenceBounds {
+        i32 num_runs = 0;
+        std::vector<std::vector<float>> values;  // of each layer
+        std::vector<float*> layers;
+    };
+    std::unordered_map<i64, SequenceBounds> bounds_;
+    std::vector<KeyBounds> step_bounds_;  // of the sequences of the step; empty: none has any
+    i64 run_counts_[2] = {0, 0};
     std::vector<i32> query_rows_;  // of the next step, see copy_queries
     float* queries_out_ = nullptr;
     i32 beside_size_ = 0;

@@ -170,8 +170,10 @@ int find_missing_rank(const BarrierState* state, int rank, int size) {
 bool abort_group(BarrierState* state, int rank, AbortReason reason) {
     u32 expected = 0;
     const u32 word = static_cast<u32>(reason) << 16 | static_cast<u32>(rank + 1);
-    const bool is_first = __atomic_compare_exchange_n(&state->abort_word, &expected, word, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    for (u32 other = 0; other < state->num_ranks && other < static_cast<u32>(MAX_RANKS); ++other) wake_sleepers(&state->ranks[other].arrived);
+    const bool is_first =
+        __atomic_compare_exchange_n(&state->abort_word, &expected, word, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    for (u32 other = 0; other < state->num_ranks && other < static_cast<u32>(MAX_RANKS); ++other)
+        wake_sleepers(&state->ranks[other].arrived);
     return is_first;
 }
 

@@ -82,7 +82,9 @@ i64 largest(const i64* sizes, int count) {
 }
 
 // The bytes of a part that are in the round that begins at `begin`.
-i64 bytes_in_round(i64 part_bytes, i64 begin, i64 round_bytes) { return part_bytes <= begin ? 0 : least(part_bytes - begin, round_bytes); }
+i64 bytes_in_round(i64 part_bytes, i64 begin, i64 round_bytes) {
+    return part_bytes <= begin ? 0 : least(part_bytes - begin, round_bytes);
+}
 
 // Copy a part for each rank, of these bytes, into the own slot, sub_bytes apart.
 void write_parts(CollectiveGroup& group, const u8* x, const i64* part_bytes, i64 begin, i64 sub_bytes) {
@@ -95,9 +97,11 @@ void write_parts(CollectiveGroup& group, const u8* x, const i64* part_bytes, i64
 
 }  // namespace
 
-bool ordered_sum(BarrierState* state, int rank, int size, const void* parts, i64 part_stride, void* out, i64 count, SumType type) {
+bool ordered_sum(
+    BarrierState* state, int rank, int size, const void* parts, i64 part_stride, void* out, i64 count, SumType type) {
     if (!process_barrier_wait(state, rank, size)) return false;
-    sum_parts(static_cast<const u8*>(parts), part_stride * size_of(type), size, static_cast<u8*>(out), slice_start(count, rank, size), slice_start(count, rank + 1, size), type);
+    sum_parts(static_cast<const u8*>(parts), part_stride * size_of(type), size, static_cast<u8*>(out),
+        slice_start(count, rank, size), slice_start(count, rank + 1, size), type);
     return process_barrier_wait(state, rank, size);
 }
 
@@ -109,7 +113,8 @@ bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type) {
         u8* piece = static_cast<u8*>(x) + begin * width;
         copy(slot(group, group.rank), piece, n * width);
         if (!group.wait_barrier(group)) return false;
-        sum_parts(group.slots, group.slot_bytes, group.size, result, slice_start(n, group.rank, group.size), slice_start(n, group.rank + 1, group.size), type);
+        sum_parts(group.slots, group.slot_bytes, group.size, result, slice_start(n, group.rank, group.size),
+            slice_start(n, group.rank + 1, group.size), type);
         if (!group.wait_barrier(group)) return false;
         // The next write to `result` happens after the next barrier, which this rank reaches after the copy.
         copy(piece, result, n * width);
@@ -126,7 +131,8 @@ bool reduce_scatter(CollectiveGroup& group, void* out, const void* x, const i64*
         write_parts(group, static_cast<const u8*>(x), part_bytes, begin * width, sub_bytes);
         if (!group.wait_barrier(group)) return false;
         const i64 n = bytes_in_round(counts[group.rank], begin, most);
-        sum_parts(group.slots + group.rank * sub_bytes, group.slot_bytes, group.size, static_cast<u8*>(out) + begin * width, 0, n, type);
+        sum_parts(group.slots + group.rank * sub_bytes, group.slot_bytes, group.size, static_cast<u8*>(out) + begin * width, 0, n,
+            type);
         if (!group.wait_barrier(group)) return false;
     }
     return true;
@@ -135,11 +141,13 @@ bool reduce_scatter(CollectiveGroup& group, void* out, const void* x, const i64*
 bool all_gather(CollectiveGroup& group, void* out, const void* part, const i64* part_bytes) {
     const i64 rounds_end = largest(part_bytes, group.size);
     for (i64 begin = 0; begin < rounds_end; begin += group.slot_bytes) {
-        copy(slot(group, group.rank), static_cast<const u8*>(part) + begin, bytes_in_round(part_bytes[group.rank], begin, group.slot_bytes));
+        copy(slot(group, group.rank), static_cast<const u8*>(part) + begin,
+            bytes_in_round(part_bytes[group.rank], begin, group.slot_bytes));
         if (!group.wait_barrier(group)) return false;
         i64 offset = 0;
         for (int from = 0; from < group.size; ++from) {
-            copy(static_cast<u8*>(out) + offset + begin, slot(group, from), bytes_in_round(part_bytes[from], begin, group.slot_bytes));
+            copy(static_cast<u8*>(out) + offset + begin, slot(group, from),
+                bytes_in_round(part_bytes[from], begin, group.slot_bytes));
             offset += part_bytes[from];
         }
         if (!group.wait_barrier(group)) return false;
@@ -170,7 +178,8 @@ bool all_to_all(CollectiveGroup& group, void* out, const i64* out_bytes, const v
         if (!group.wait_barrier(group)) return false;
         i64 offset = 0;
         for (int from = 0; from < group.size; ++from) {
-            copy(static_cast<u8*>(out) + offset + begin, slot(group, from) + group.rank * sub_bytes, bytes_in_round(out_bytes[from], begin, sub_bytes));
+            copy(static_cast<u8*>(out) + offset + begin, slot(group, from) + group.rank * sub_bytes,
+                bytes_in_round(out_bytes[from], begin, sub_bytes));
             offset += out_bytes[from];
         }
         if (!group.wait_barrier(group)) return false;

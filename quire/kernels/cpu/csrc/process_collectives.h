@@ -35,8 +35,8 @@ bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type);
 bool reduce_scatter(CollectiveGroup& group, void* out, const void* x, const i64* counts, SumType type);
 // out: the parts of all ranks one after the other; part_bytes: of each rank.
 bool all_gather(CollectiveGroup& group, void* out, const void* part, const i64* part_bytes);
-// x: a part for each rank, of in_bytes; out: what each rank sent here, of out_bytes. *mismatch: a rank whose sizes differ from these,
-// -1: none; nothing is exchanged then.
+// x: a part for each rank, of in_bytes; out: what each rank sent here, of out_bytes. *mismatch: a rank whose sizes differ from
+// these, -1: none; nothing is exchanged then.
 bool all_to_all(CollectiveGroup& group, void* out, const i64* out_bytes, const void* x, const i64* in_bytes, int* mismatch);
 bool broadcast(CollectiveGroup& group, void* x, i64 bytes, int source);
 
@@ -45,8 +45,8 @@ bool broadcast(CollectiveGroup& group, void* x, i64 bytes, int source);
 bool send_message(CollectiveGroup& group, Mailbox* mailbox, i64 mailbox_bytes, const void* x, i64 bytes, int peer);
 bool receive_message(CollectiveGroup& group, Mailbox* mailbox, i64 mailbox_bytes, void* x, i64 bytes, int peer);
 
-// For rows that lie in shared memory already: parts[r] = parts + r * part_stride (elements) of count elements each. Sums this rank's
-// slice of them in the order of ranks into `out`, which all ranks share, between two barriers.
+// For rows that lie in shared memory already: parts[r] = parts + r * part_stride (elements) of count elements each. Sums this
+// rank's slice of them in the order of ranks into `out`, which all ranks share, between two barriers.
 bool ordered_sum(BarrierState* state, int rank, int size, const void* parts, i64 part_stride, void* out, i64 count, SumType type);
 
 }  // namespace quire

@@ -29,7 +29,8 @@ struct QuantizeJob {
 };
 
 struct QuantizeTable {
-    // Write scales and offsets, not rounded, of the groups [first, first + count), counted over all rows. scratch [QUANTIZE_SCRATCH].
+    // Write scales and offsets, not rounded, of the groups [first, first + count), counted over all rows. scratch
+    // [QUANTIZE_SCRATCH].
     void (*search)(const QuantizeJob& job, i64 first, i64 count, float* scratch);
     // Write the codes of rows [first, first + count), from scales and offsets.
     void (*encode)(const QuantizeJob& job, i64 first, i64 count);

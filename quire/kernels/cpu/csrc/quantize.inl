@@ -94,7 +94,8 @@ QUIRE_INLINE void search_affine(const QuantizeJob& job, const float* x, float* p
             sum = sum + q;
         }
         const F32 middle = sum * inverse_size;
-        const F32 fit = sum_group(job.size, parts, [&](i32 j) QUIRE_TERM { return (load(codes + 16 * j) - middle) * (load(x + 16 * j) - mean); });
+        const F32 fit = sum_group(
+            job.size, parts, [&](i32 j) QUIRE_TERM { return (load(codes + 16 * j) - middle) * (load(x + 16 * j) - mean); });
         const F32 power = sum_group(job.size, parts, [&](i32 j) QUIRE_TERM {
             const F32 spread = load(codes + 16 * j) - middle;
             return spread * spread;
@@ -155,7 +156,8 @@ void search_groups(const QuantizeJob& job, const Steps& steps, i64 first, i32 co
     } else if (job.kind == Quantization::linear) {
         scale = search_scale(job, x, parts, extreme * power, [](F32 doubled) QUIRE_TERM { return linear_level(doubled); });
     } else {
-        scale = search_scale(job, x, parts, extreme * power, [steps](F32 doubled) QUIRE_TERM { return table_level(steps, doubled); });
+        scale =
+            search_scale(job, x, parts, extreme * power, [steps](F32 doubled) QUIRE_TERM { return table_level(steps, doubled); });
     }
     // A non-finite weight must be visible in the result: its group has no valid scale.
     const F32 none = set1(__builtin_nanf(""));
@@ -201,7 +203,8 @@ void search(const QuantizeJob& job, i64 first, i64 count, float* scratch) {
         return;
     }
     const Steps steps = steps_of(job);
-    for (i64 done = 0; done < count; done += 16) search_groups(job, steps, first + done, static_cast<i32>(count - done < 16 ? count - done : 16), scratch);
+    for (i64 done = 0; done < count; done += 16)
+        search_groups(job, steps, first + done, static_cast<i32>(count - done < 16 ? count - done : 16), scratch);
 }
 
 // Write the codes of n columns by code_of(x), x in f32.
@@ -220,7 +223,8 @@ void encode_row(const QuantizeJob& job, const Steps& steps, i64 row) {
     const i32 size = job.size, groups = job.k / size;
     const void* x = row_of(job, row);
     for (i32 g = 0; g < groups; ++g) {
-        const float scale = job.scale[row * groups + g], offset = job.kind == Quantization::affine ? job.offset[row * groups + g] : 0.0f;
+        const float scale = job.scale[row * groups + g],
+                    offset = job.kind == Quantization::affine ? job.offset[row * groups + g] : 0.0f;
         i8* codes = job.codes + row * job.k + static_cast<i64>(g) * size;
         const u32 exponent_bits = as_bits(scale) >> 23 & 255;
         const bool is_finite = exponent_bits != 255 && (as_bits(offset) >> 23 & 255) != 255;
@@ -235,7 +239,8 @@ void encode_row(const QuantizeJob& job, const Steps& steps, i64 row) {
         const i64 begin = static_cast<i64>(g) * size;
         switch (job.kind) {
             case Quantization::int8:
-                encode_columns<IS_BF16>(x, begin, size, codes, [=](F32 v) QUIRE_TERM { return rounded(v * factor * inverse, -127.0f, 127.0f); });
+                encode_columns<IS_BF16>(
+                    x, begin, size, codes, [=](F32 v) QUIRE_TERM { return rounded(v * factor * inverse, -127.0f, 127.0f); });
                 break;
             case Quantization::linear:
                 encode_columns<IS_BF16>(x, begin, size, codes, [=](F32 v) QUIRE_TERM {
@@ -250,7 +255,8 @@ void encode_row(const QuantizeJob& job, const Steps& steps, i64 row) {
                 });
                 break;
             default:
-                encode_columns<IS_BF16>(x, begin, size, codes, [=](F32 v) QUIRE_TERM { return rounded((v - moved) * factor * inverse, 0.0f, 15.0f); });
+                encode_columns<IS_BF16>(x, begin, size, codes,
+                    [=](F32 v) QUIRE_TERM { return rounded((v - moved) * factor * inverse, 0.0f, 15.0f); });
         }
     }
 }

@@ -14,7 +14,8 @@ namespace quire {
 namespace {
 
 [[noreturn]] void fail(const char* what, i64 num_bytes) {
-    throw std::runtime_error(std::string(what) + " of " + std::to_string(num_bytes) + " bytes that ranks share: " + strerror(errno));
+    throw std::runtime_error(
+        std::string(what) + " of " + std::to_string(num_bytes) + " bytes that ranks share: " + strerror(errno));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The ranks that hold shards of one model (tensor parallelism), and the rows that they share.
 //
-// Every weight is sharded by its outputs: a rank computes the whole sum of each of its outputs, in the same order as a single rank,
-// and writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is
-// summed across ranks, and logits have the same bits for any number of ranks.
+// Every weight is sharded by its outputs: a rank computes the whole sum of each of its outputs, in the same order as a single
+// rank, and writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So
+// nothing is summed across ranks, and logits have the same bits for any number of ranks.
 #pragma once
 #include <functional>
 #include <vector>
@@ -42,12 +42,12 @@ struct RankGroup {
     BarrierState* barrier = nullptr;  // null: one rank has the whole model
     int rank = 0, size = 1;
     i32 first_output = 0;  // of the vocabulary: of the embedding's rows and the head's outputs
-    // Decode context parallelism: ranks [rank - place, rank - place + num_places) each hold some chunks of the keys and values of every
-    // sequence, in num_local_blocks blocks.
+    // Decode context parallelism: ranks [rank - place, rank - place + num_places) each hold some chunks of the keys and values of
+    // every sequence, in num_local_blocks blocks.
     i32 place = 0, num_places = 1, num_local_blocks = 0;
-    // Attention data parallelism: every home, of home_size consecutive ranks, has all heads, and the keys and values of its own sequences,
-    // in num_local_blocks blocks. It computes the attention of these; block b of a table is at home b / num_local_blocks. All else is
-    // sharded. 0: there are no homes.
+    // Attention data parallelism: every home, of home_size consecutive ranks, has all heads, and the keys and values of its own
+    // sequences, in num_local_blocks blocks. It computes the attention of these; block b of a table is at home b /
+    // num_local_blocks. All else is sharded. 0: there are no homes.
     i32 home_size = 0;
     SharedRows rows;
     u64 num_barriers = 0;

@@ -69,8 +69,9 @@ struct ConvRun {
 };
 
 struct RecurrenceTable {
-    // Take columns [first, first + count) of one head's state through a run, count <= STATE_COLUMNS. Every column depends on itself only,
-    // and tokens follow one another: the bits do not depend on where runs are cut. Reads its part of source before it writes one of saves.
+    // Take columns [first, first + count) of one head's state through a run, count <= STATE_COLUMNS. Every column depends on
+    // itself only, and tokens follow one another: the bits do not depend on where runs are cut. Reads its part of source before
+    // it writes one of saves.
     void (*run)(const RecurrenceJob& job, const RecurrenceRun& run, i32 head, i32 first, i32 count);
     // Convolve channels [first, first + count) of a run. Reads its part of source before it writes one of saves.
     void (*convolve)(const ConvJob& job, const ConvRun& run, i32 first, i32 count);

@@ -29,20 +29,21 @@ void load_state(const Columns<W>& columns, const float* from, i32 rows, i32 stri
     for (i32 r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
-            store(state + (r * W + w) * 16, from == nullptr ? zero() : load(from + static_cast<i64>(r) * stride + columns.first + 16 * w, columns.lanes[w]));
+            store(state + (r * W + w) * 16,
+                from == nullptr ? zero() : load(from + static_cast<i64>(r) * stride + columns.first + 16 * w, columns.lanes[w]));
 }
 
 template <int W>
 void save_state(const Columns<W>& columns, float* to, i32 rows, i32 stride, const float* state) {
     for (i32 r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) store(to + static_cast<i64>(r) * stride + columns.first + 16 * w, load(state + (r * W + w) * 16), columns.lanes[w]);
+        for (int w = 0; w < W; ++w)
+            store(to + static_cast<i64>(r) * stride + columns.first + 16 * w, load(state + (r * W + w) * 16), columns.lanes[w]);
 }
 
 // One token. decay: of the head for Decay::head, else where its values are.
-template <int W, Decay KIND, bool IS_DELTA>
-QUIRE_INLINE void update(i32 rows, const float* q, const float* k, const F32* v, const float* decay, const F32* steps, const float* rates, i32 stride,
-                         const Mask* lanes, F32 beta, float* state, F32* out) {
+template <int W, Decay KIND, bool IS_DELTA> QUIRE_INLINE void update(i32 rows, const float* q, const float* k, const F32* v,
+    const float* decay, const F32* steps, const float* rates, i32 stride, const Mask* lanes, F32 beta, float* state, F32* out) {
     F32 found[W];
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) found[w] = zero();
@@ -53,7 +54,9 @@ QUIRE_INLINE void update(i32 rows, const float* q, const float* k, const F32* v,
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             float* at = state + (r * W + w) * 16;
-            const F32 kept = KIND == Decay::channel ? exp(load(rates + static_cast<i64>(r) * stride + 16 * w, lanes[w]) * steps[w]) : row_factor;
+            const F32 kept = KIND == Decay::channel
+                ? exp(load(rates + static_cast<i64>(r) * stride + 16 * w, lanes[w]) * steps[w])
+                : row_factor;
             F32 s = load(at) * kept;
             if (!IS_DELTA) s = fma(key, v[w], s);
             found[w] = fma(s, IS_DELTA ? key : query, found[w]);
@@ -90,11 +93,13 @@ void run_columns(const RecurrenceJob& job, const RecurrenceRun& run, i32 head, i
     const i64 place = static_cast<i64>(head) * rows * width;
     load_state<W>(columns, run.source == nullptr ? nullptr : run.source + place, rows, width, state);
     i32 saved = 0;
-    for (; saved < run.num_saves && run.saves[saved].count == 0; ++saved) save_state<W>(columns, run.saves[saved].to + place, rows, width, state);
+    for (; saved < run.num_saves && run.saves[saved].count == 0; ++saved)
+        save_state<W>(columns, run.saves[saved].to + place, rows, width, state);
     const i32 decays = KIND == Decay::head ? 1 : KIND == Decay::row ? rows : width;
     const float* rates = KIND == Decay::channel ? job.rates + place + first : nullptr;
     for (i64 t = 0; t < run.num_tokens; ++t) {
-        const i64 token = run.first + t, key_place = (token * job.k_heads + key_head) * rows, head_place = token * job.v_heads + head;
+        const i64 token = run.first + t, key_place = (token * job.k_heads + key_head) * rows,
+                  head_place = token * job.v_heads + head;
         const float* decay = job.decay + head_place * decays;
         F32 v[W], steps[W], out[W];
 #pragma GCC unroll 4
@@ -103,7 +108,8 @@ void run_columns(const RecurrenceJob& job, const RecurrenceRun& run, i32 head, i
             steps[w] = KIND == Decay::channel ? load(decay + first + 16 * w, columns.lanes[w]) : zero();
         }
         const F32 beta = IS_DELTA ? set1(job.beta[head_place]) : zero();
-        update<W, KIND, IS_DELTA>(rows, job.q + key_place, job.k + key_place, v, decay, steps, rates, width, columns.lanes, beta, state, out);
+        update<W, KIND, IS_DELTA>(
+            rows, job.q + key_place, job.k + key_place, v, decay, steps, rates, width, columns.lanes, beta, state, out);
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) store(job.out + head_place * width + first + 16 * w, out[w], columns.lanes[w]);
         for (; saved < run.num_saves && run.saves[saved].count == t + 1; ++saved)
@@ -152,12 +158,15 @@ QUIRE_INLINE F32 rounded_bf16(F32 x) {
 void convolve_lanes(const ConvJob& job, const ConvRun& run, i32 channel, Mask lanes) {
     F32 weight[MAX_CONV_TAPS], before[MAX_CONV_TAPS];
     const i32 width = job.taps - 1;
-    for (i32 tap = 0; tap < job.taps; ++tap) weight[tap] = load(job.weight + static_cast<i64>(tap) * job.channels + channel, lanes);
+    for (i32 tap = 0; tap < job.taps; ++tap)
+        weight[tap] = load(job.weight + static_cast<i64>(tap) * job.channels + channel, lanes);
     for (i32 tap = 0; tap < width; ++tap)
-        before[tap] = run.source == nullptr ? zero() : load_input(job, run.source, static_cast<i64>(tap) * job.channels + channel, lanes);
+        before[tap] =
+            run.source == nullptr ? zero() : load_input(job, run.source, static_cast<i64>(tap) * job.channels + channel, lanes);
     const F32 base = job.bias == nullptr ? zero() : load(job.bias + channel, lanes);
     i32 saved = 0;
-    for (; saved < run.num_saves && run.saves[saved].count == 0; ++saved) save_inputs(job, before, run.saves[saved].to, channel, lanes);
+    for (; saved < run.num_saves && run.saves[saved].count == 0; ++saved)
+        save_inputs(job, before, run.saves[saved].to, channel, lanes);
     for (i64 t = 0; t < run.num_tokens; ++t) {
         F32 x = load(job.x + (run.first + t) * job.stride + channel, lanes);
         if (job.is_bf16) x = rounded_bf16(x);
@@ -166,7 +175,8 @@ void convolve_lanes(const ConvJob& job, const ConvRun& run, i32 channel, Mask la
         for (i32 tap = 1; tap <= width; ++tap) total = fma(before[tap], weight[tap], total);
         store(job.out + (run.first + t) * job.out_stride + channel, total + base, lanes);
         for (i32 tap = 0; tap < width; ++tap) before[tap] = before[tap + 1];
-        for (; saved < run.num_saves && run.saves[saved].count == t + 1; ++saved) save_inputs(job, before, run.saves[saved].to, channel, lanes);
+        for (; saved < run.num_saves && run.saves[saved].count == t + 1; ++saved)
+            save_inputs(job, before, run.saves[saved].to, channel, lanes);
     }
 }
 

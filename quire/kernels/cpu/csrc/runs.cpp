@@ -10,7 +10,8 @@ Placement::Placement(const TokenRuns& runs, i32 block_size, const std::vector<i3
     const i32 count = runs.count();
     const size_t sequences = static_cast<size_t>(count), num_tokens = runs.token_ids.size();
     if (runs.starts.size() != sequences + 1 || runs.origins.size() != sequences || runs.tables.size() != sequences ||
-        (!room.empty() && room.size() != sequences) || runs.starts[0] != 0 || static_cast<size_t>(runs.starts[count]) != num_tokens)
+        (!room.empty() && room.size() != sequences) || runs.starts[0] != 0 ||
+        static_cast<size_t>(runs.starts[count]) != num_tokens)
         throw std::invalid_argument("runs of tokens contradict each other");
     const i32 max_blocks = runs.has_windows ? runs.max_blocks / 2 : runs.max_blocks;
     const auto last_place = [&](i32 s) { return runs.ends[s] + (room.empty() ? 0 : room[s]); };
@@ -18,7 +19,8 @@ Placement::Placement(const TokenRuns& runs, i32 block_size, const std::vector<i3
         const i32 size = runs.starts[s + 1] - runs.starts[s];
         if (size < 1 || runs.origins[s] < 0 || runs.origins[s] % block_size != 0 || runs.ends[s] - size < runs.origins[s])
             throw std::invalid_argument("a run of tokens begins before its table does");
-        if (last_place(s) > static_cast<i64>(max_blocks) * block_size) throw std::invalid_argument("a run of tokens leaves its table");
+        if (last_place(s) > static_cast<i64>(max_blocks) * block_size)
+            throw std::invalid_argument("a run of tokens leaves its table");
         stride = std::max<i64>(stride, ceil_div(last_place(s) - runs.origins[s], block_size));
     }
     positions.resize(num_tokens);
@@ -42,7 +44,8 @@ Placement::Placement(const TokenRuns& runs, i32 block_size, const std::vector<i3
         lengths[s] = runs.ends[s] - runs.origins[s];
         if (!runs.has_windows) continue;
         const i64* windows = table + max_blocks;
-        for (i32 i = 0; i < size; ++i) window_slots[begin + i] = windows[(first + i) / block_size] * block_size + (first + i) % block_size;
+        for (i32 i = 0; i < size; ++i)
+            window_slots[begin + i] = windows[(first + i) / block_size] * block_size + (first + i) % block_size;
         for (i32 b = 0; b < num_blocks; ++b) window_tables[s * stride + b] = static_cast<i32>(windows[first_block + b]);
     }
 }

@@ -1,7 +1,7 @@
 // The sampler: the cuts become one threshold on the logits, and noise is made only where it can win.
 //
-// The largest logits of blocks of 64 tokens are found first. They bound everything after: the k-th best block bounds the k-th best
-// token, blocks below a threshold are not read again, and a block's best logit says how rare a noise it would need.
+// The largest logits of blocks of 64 tokens are found first. They bound everything after: the k-th best block bounds the k-th
+// best token, blocks below a threshold are not read again, and a block's best logit says how rare a noise it would need.
 #include "machine.h"
 #include "sampler_cuts.inl"
 #include "sampler_noise.inl"
@@ -37,8 +37,8 @@ __attribute__((noinline)) void consider_block(const Row& row, const Key& key, fl
 }
 
 // For 16 blocks the largest word whose noise could win, as a float, or -1 where none could. A token wins only with noise of at
-// least need = winner's score - its value, less a margin for the rounding of the noise and of both sums, and noise >= need needs a
-// word < 2^32 * e^-need.
+// least need = winner's score - its value, less a margin for the rounding of the noise and of both sums, and noise >= need needs
+// a word < 2^32 * e^-need.
 QUIRE_INLINE void bound_words(const Row& row, float floor, float score, i32 block, float* bounds) {
     const F32 value = max(load(row.maxima + block) * set1(row.inverse), set1(LOWEST)), best = set1(score);
     const F32 need = (best - value) - ((abs(best) + abs(value)) * set1(0x1p-20f) + set1(0.01f));

@@ -1,8 +1,9 @@
 // Sixteen lanes, the same on every machine: kernels are written once against these and compiled once per instruction set.
 //
-// A source that is compiled for one set defines QUIRE_ISA (a name below) and includes its kernel, which includes this file; CMakeLists.txt
-// writes these sources. Everything lives in namespace quire::QUIRE_ISA and has internal linkage: the linker must never keep the AVX-512
-// copy of a function for a machine without it. For the same reason no std:: templates are used here or in kernels.
+// A source that is compiled for one set defines QUIRE_ISA (a name below) and includes its kernel, which includes this file;
+// CMakeLists.txt writes these sources. Everything lives in namespace quire::QUIRE_ISA and has internal linkage: the linker must
+// never keep the AVX-512 copy of a function for a machine without it. For the same reason no std:: templates are used here or in
+// kernels.
 //
 //   F32, I32          16 floats, 16 32-bit integers (sums and products wrap)
 //   Bytes             64 bytes: 16 x 4 int8, 16 pairs of bf16
@@ -25,21 +26,24 @@
 //   multiply_even     the 64-bit products of the even lanes, unsigned: low halves in the even lanes, high halves in the odd
 //   odd_to_even       lane 2i gets lane 2i + 1; odd lanes 0
 //   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
-//   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
-//                          code_table(), made once. load_quarters: 64 bytes from four places
+//   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the
+//                          table is code_table(), made once. load_quarters: 64 bytes from four places
 //   Pairs             16 pairs of values that are exact in bf16, as products take them: pairs_of 64 bytes of bf16. dot_pairs: as
 //                          dot_bf16. lower, upper: the first, the second of each pair
-//   load_float8            64 codes of f8 (two lines, see weight.h), of which float8_bytes<0>, <1> are the lines as pairs of bf16, divided
-//                          by FLOAT8_DIVISOR; the table is float8_table(), made once
-//   level_pairs            a pair of bf16 from a table of sixteen in each lane: the second index of four bits stands 16 bits higher, other
-//                          bits are 0. level_table is made once, and takes 16 values
+//   load_float8            64 codes of f8 (two lines, see weight.h), of which float8_bytes<0>, <1> are the lines as pairs of
+//                          bf16, divided by FLOAT8_DIVISOR; the table is float8_table(), made once
+//   level_pairs            a pair of bf16 from a table of sixteen in each lane: the second index of four bits stands 16 bits
+//                          higher, other bits are 0. level_table is made once, and takes 16 values
 //   load_u8           16 bytes to the lanes, as load_s8;  swap_lanes<N>  lane i gets lane i ^ N, N = 1, 2, 4 or 8
-//   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be anything
+//   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be
+//                                                         anything
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
 //   to_i32_up         to the next integer that is not below
-//   Steps, at_step    f(n) of integers -256 <= n < 256 that changes at most once in each [16i, 16i + 16); make_steps takes its 512 values
+//   Steps, at_step    f(n) of integers -256 <= n < 256 that changes at most once in each [16i, 16i + 16); make_steps takes its
+//                     512 values
 //   prefetch, prefetch_l2  into the first, the second cache; more lines can be on their way to the second
-//   compress_store    writes the chosen lanes one after the other and returns their number; may write anything behind them, 16 values in all
+//   compress_store    writes the chosen lanes one after the other and returns their number; may write anything behind them, 16
+//                     values in all
 #pragma once
 
 #if !defined(QUIRE_ISA)
@@ -89,8 +93,8 @@ QUIRE_INLINE F32 times_power(F32 x, F32 n) {
 }
 #endif
 
-// e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). Any denormal or 0 below -87.3, inf
-// above 88.7; NaN stays.
+// e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). Any denormal or 0 below
+// -87.3, inf above 88.7; NaN stays.
 QUIRE_INLINE F32 exp_unflushed(F32 x) {
     const F32 bounded = max(set1(-104.0f), min(set1(89.0f), x));
     const F32 n = round(bounded * set1(1.44269504f));

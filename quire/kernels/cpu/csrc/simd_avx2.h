@@ -1,5 +1,5 @@
-// Sixteen lanes on AVX2 + FMA + F16C: two 256-bit registers each; level avx_vnni has products of bytes, too. See simd.h for what each
-// function means.
+// Sixteen lanes on AVX2 + FMA + F16C: two 256-bit registers each; level avx_vnni has products of bytes, too. See simd.h for what
+// each function means.
 #pragma once
 #include <immintrin.h>
 
@@ -28,7 +28,9 @@ QUIRE_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu
 QUIRE_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
 QUIRE_INLINE Mask mask_of(u32 m) { return {m}; }
 QUIRE_INLINE Mask first_lanes(int n) { return {n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u}; }
-QUIRE_INLINE F32 load(const float* p, Mask m) { return {_mm256_maskload_ps(p, low_lanes(m)), _mm256_maskload_ps(p + 8, high_lanes(m))}; }
+QUIRE_INLINE F32 load(const float* p, Mask m) {
+    return {_mm256_maskload_ps(p, low_lanes(m)), _mm256_maskload_ps(p + 8, high_lanes(m))};
+}
 QUIRE_INLINE void store(float* p, F32 x, Mask m) {
     _mm256_maskstore_ps(p, low_lanes(m), x.a);
     _mm256_maskstore_ps(p + 8, high_lanes(m), x.b);
@@ -54,11 +56,21 @@ QUIRE_INLINE F32 round(F32 x) {
 QUIRE_INLINE Mask join(__m256 a, __m256 b) {
     return {static_cast<u32>(_mm256_movemask_ps(a)) | static_cast<u32>(_mm256_movemask_ps(b)) << 8};
 }
-QUIRE_INLINE Mask operator<(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)); }
-QUIRE_INLINE Mask operator<=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ)); }
-QUIRE_INLINE Mask operator>(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)); }
-QUIRE_INLINE Mask operator>=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)); }
-QUIRE_INLINE Mask operator==(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)); }
+QUIRE_INLINE Mask operator<(F32 x, F32 y) {
+    return join(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ));
+}
+QUIRE_INLINE Mask operator<=(F32 x, F32 y) {
+    return join(_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ));
+}
+QUIRE_INLINE Mask operator>(F32 x, F32 y) {
+    return join(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ));
+}
+QUIRE_INLINE Mask operator>=(F32 x, F32 y) {
+    return join(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
+}
+QUIRE_INLINE Mask operator==(F32 x, F32 y) {
+    return join(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ));
+}
 QUIRE_INLINE Mask is_nan(F32 x) { return join(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)); }
 QUIRE_INLINE Mask operator&(Mask x, Mask y) { return {x.v & y.v}; }
 QUIRE_INLINE Mask operator|(Mask x, Mask y) { return {x.v | y.v}; }
@@ -68,7 +80,8 @@ QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) {
             _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(high_lanes(m)))};
 }
 QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) {
-    return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), y.a), _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), y.b)};
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), y.a),
+        _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), y.b)};
 }
 template <class T, class V> QUIRE_INLINE int compress_lanes(T* p, Mask m, V x) {
     T lanes[16];
@@ -87,7 +100,9 @@ QUIRE_INLINE void store(i32* p, I32 x) {
 }
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 x) { return compress_lanes(p, m, x); }
 QUIRE_INLINE int compress_store(i32* p, Mask m, I32 x) { return compress_lanes(p, m, x); }
-QUIRE_INLINE I32 load(const i32* p, Mask m) { return {_mm256_maskload_epi32(p, low_lanes(m)), _mm256_maskload_epi32(p + 8, high_lanes(m))}; }
+QUIRE_INLINE I32 load(const i32* p, Mask m) {
+    return {_mm256_maskload_epi32(p, low_lanes(m)), _mm256_maskload_epi32(p + 8, high_lanes(m))};
+}
 QUIRE_INLINE I32 set1(i32 x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 QUIRE_INLINE I32 iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
 QUIRE_INLINE I32 operator+(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
@@ -115,7 +130,9 @@ QUIRE_INLINE I32 to_i32(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_e
 QUIRE_INLINE I32 to_i32_up(F32 x) { return {_mm256_cvtps_epi32(_mm256_ceil_ps(x.a)), _mm256_cvtps_epi32(_mm256_ceil_ps(x.b))}; }
 struct Steps { const float* values; };
 QUIRE_INLINE Steps make_steps(const float* values) { return {values + 256}; }
-QUIRE_INLINE F32 at_step(const Steps& steps, I32 n) { return {_mm256_i32gather_ps(steps.values, n.a, 4), _mm256_i32gather_ps(steps.values, n.b, 4)}; }
+QUIRE_INLINE F32 at_step(const Steps& steps, I32 n) {
+    return {_mm256_i32gather_ps(steps.values, n.a, 4), _mm256_i32gather_ps(steps.values, n.b, 4)};
+}
 QUIRE_INLINE F32 as_f32(I32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 QUIRE_INLINE I32 as_i32(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 
@@ -123,7 +140,9 @@ QUIRE_INLINE I32 multiply_even(I32 x, I32 y) { return {_mm256_mul_epu32(x.a, y.a
 QUIRE_INLINE I32 odd_to_even(I32 x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
 QUIRE_INLINE I32 min_unsigned(I32 x, I32 y) { return {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; }
 QUIRE_INLINE I32 xor3(I32 x, I32 y, I32 z) { return x ^ y ^ z; }
-QUIRE_INLINE I64 zero_i64() { return {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()}; }
+QUIRE_INLINE I64 zero_i64() {
+    return {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+}
 // Added to 1.5 * 2^52, a number keeps no fraction: its integer stands in the low bits.
 QUIRE_INLINE __m256i to_i64_quarter(__m128 x) {
     const __m256d magic = _mm256_set1_pd(6755399441055744.0);
@@ -220,13 +239,18 @@ QUIRE_INLINE Bytes put_half(Bytes x, int place, u16 value) {
     return load_bytes(bytes);
 }
 QUIRE_INLINE Bytes rotate_words(Bytes x) {
-    return {_mm256_or_si256(_mm256_srli_epi32(x.a, 4), _mm256_slli_epi32(x.a, 28)), _mm256_or_si256(_mm256_srli_epi32(x.b, 4), _mm256_slli_epi32(x.b, 28))};
+    return {_mm256_or_si256(_mm256_srli_epi32(x.a, 4), _mm256_slli_epi32(x.a, 28)),
+        _mm256_or_si256(_mm256_srli_epi32(x.b, 4), _mm256_slli_epi32(x.b, 28))};
 }
-QUIRE_INLINE __m256 high_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))); }
+QUIRE_INLINE __m256 high_half(__m256i x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 QUIRE_INLINE __m256 low_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 QUIRE_INLINE F32 high_halves(Bytes x) { return {high_half(x.a), high_half(x.b)}; }
 QUIRE_INLINE F32 low_halves(Bytes x) { return {low_half(x.a), low_half(x.b)}; }
-QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) { return fma(low_halves(x), low_halves(y), fma(high_halves(x), high_halves(y), acc)); }
+QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) {
+    return fma(low_halves(x), low_halves(y), fma(high_halves(x), high_halves(y), acc));
+}
 #if QUIRE_HAS_AVX_VNNI
 QUIRE_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
 #else
@@ -254,7 +278,8 @@ QUIRE_INLINE F32 load_s8(const i8* p, Mask m) {
 }
 QUIRE_INLINE void store_s8(i8* p, I32 x) {
     __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
     auto two = [](const i8* low, const i8* high) {
@@ -278,7 +303,9 @@ QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& secon
 }
 struct Pairs { F32 first, second; };
 QUIRE_INLINE Pairs pairs_of(Bytes line) { return {low_halves(line), high_halves(line)}; }
-QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, Bytes x) { return fma(w.first, low_halves(x), fma(w.second, high_halves(x), acc)); }
+QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, Bytes x) {
+    return fma(w.first, low_halves(x), fma(w.second, high_halves(x), acc));
+}
 QUIRE_INLINE F32 lower(const Pairs& w) { return w.first; }
 QUIRE_INLINE F32 upper(const Pairs& w) { return w.second; }
 struct Float8Table {
@@ -297,18 +324,23 @@ QUIRE_INLINE Float8Table float8_table() {
             }
         }
     } tables;
-    const auto table = [](const u8* bytes) { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes))); };
+    const auto table = [](const u8* bytes) {
+        return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    };
     return {table(tables.high), {table(tables.least[0]), table(tables.least[1])}};
 }
 struct Float8Line { const Float8Table& table; const u8* codes; };
 QUIRE_INLINE Float8Line load_float8(const Float8Table& table, const u8* codes) { return {table, codes}; }
-// A nibble of the code gives a byte of bf16: shifts alone where the number is normal. To an index with its upper bit a lookup says 0.
+// A nibble of the code gives a byte of bf16: shifts alone where the number is normal. To an index with its upper bit a lookup
+// says 0.
 template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line.codes) + LINE);
-    const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)), is_least = _mm256_add_epi8(magnitude, _mm256_set1_epi8(0x70));
+    const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)),
+                  is_least = _mm256_add_epi8(magnitude, _mm256_set1_epi8(0x70));
     const __m256i upper_nibble = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
     const __m256i lower_nibble = _mm256_and_si256(_mm256_slli_epi16(codes, 4), _mm256_set1_epi8(static_cast<char>(0xf0)));
-    const __m256i high = _mm256_xor_si256(_mm256_shuffle_epi8(line.table.high, upper_nibble), _mm256_shuffle_epi8(line.table.least[1], is_least));
+    const __m256i high =
+        _mm256_xor_si256(_mm256_shuffle_epi8(line.table.high, upper_nibble), _mm256_shuffle_epi8(line.table.least[1], is_least));
     const __m256i low = _mm256_xor_si256(lower_nibble, _mm256_shuffle_epi8(line.table.least[0], is_least));
     return {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
 }
@@ -318,7 +350,8 @@ QUIRE_INLINE Bytes load_table(const u8* table) {
 }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     const __m256i mask = _mm256_set1_epi8(15);
-    low = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(packed.a, mask)), _mm256_shuffle_epi8(table.b, _mm256_and_si256(packed.b, mask))};
+    low = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(packed.a, mask)),
+        _mm256_shuffle_epi8(table.b, _mm256_and_si256(packed.b, mask))};
     high = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(_mm256_srli_epi16(packed.a, 4), mask)),
             _mm256_shuffle_epi8(table.b, _mm256_and_si256(_mm256_srli_epi16(packed.b, 4), mask))};
 }

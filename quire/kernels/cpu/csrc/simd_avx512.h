@@ -44,7 +44,9 @@ QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v
 QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 QUIRE_INLINE u32 bits(Mask m) { return m.v; }
 QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
-QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)}; }
+QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
+}
 // Compressed in a register: the instruction that compresses to memory takes over a hundred cycles on some machines.
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) {
     _mm512_storeu_ps(p, _mm512_maskz_compress_ps(m.v, a.v));
@@ -95,7 +97,8 @@ QUIRE_INLINE Steps make_steps(const float* values) {
 }
 QUIRE_INLINE F32 at_step(const Steps& s, I32 n) {
     const __m512i i = _mm512_srai_epi32(n.v, 4), change = _mm512_permutex2var_epi32(s.change[0], i, s.change[1]);
-    const __m512 first = _mm512_permutex2var_ps(s.first[0], i, s.first[1]), last = _mm512_permutex2var_ps(s.last[0], i, s.last[1]);
+    const __m512 first = _mm512_permutex2var_ps(s.first[0], i, s.first[1]),
+                 last = _mm512_permutex2var_ps(s.last[0], i, s.last[1]);
     return {_mm512_mask_blend_ps(_mm512_cmpgt_epi32_mask(n.v, change), first, last)};
 }
 QUIRE_INLINE F32 times_power(F32 x, F32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
@@ -114,7 +117,8 @@ QUIRE_INLINE I64 operator+(I64 x, I64 y) { return {_mm512_add_epi64(x.a, y.a), _
 QUIRE_INLINE i64 sum_lanes(I64 x) { return _mm512_reduce_add_epi64(_mm512_add_epi64(x.a, x.b)); }
 
 QUIRE_INLINE F32 load_bf16(const u16* p) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
+    return {_mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
 }
 QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m.v, p)), 16))};
@@ -148,7 +152,9 @@ QUIRE_INLINE Bytes keep_or(Bytes a, u32 mask, Bytes b) {
 QUIRE_INLINE Bytes select_bits(u32 mask, Bytes a, Bytes b) {
     return {_mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), a.v, b.v, 0xca)};
 }
-QUIRE_INLINE Bytes put_half(Bytes a, int place, u16 value) { return {_mm512_mask_set1_epi16(a.v, 1u << place, static_cast<short>(value))}; }
+QUIRE_INLINE Bytes put_half(Bytes a, int place, u16 value) {
+    return {_mm512_mask_set1_epi16(a.v, 1u << place, static_cast<short>(value))};
+}
 QUIRE_INLINE Bytes rotate_words(Bytes a) { return {_mm512_ror_epi32(a.v, 4)}; }
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
@@ -211,7 +217,9 @@ using Pairs = Bytes;
 QUIRE_INLINE Pairs pairs_of(Bytes line) { return line; }
 QUIRE_INLINE F32 dot_pairs(F32 acc, Pairs w, Bytes x) { return dot_bf16(acc, w, x); }
 QUIRE_INLINE F32 lower(Pairs w) { return {_mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16))}; }
-QUIRE_INLINE F32 upper(Pairs w) { return {_mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
+QUIRE_INLINE F32 upper(Pairs w) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
 struct Float8Table {
     __m512i low[2], high[2];  // the bytes of bf16_of_float8(c), 0 <= c < 128
     __m512i order;            // as in CodeTable
@@ -241,7 +249,9 @@ QUIRE_INLINE Float8Line load_float8(const Float8Table& table, const u8* codes) {
     return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
 }
 template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) { return LINE == 0 ? line.first : line.second; }
-QUIRE_INLINE Bytes load_table(const u8* table) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))}; }
+QUIRE_INLINE Bytes load_table(const u8* table) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))};
+}
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     const __m512i mask = _mm512_set1_epi8(15);
     low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
@@ -312,8 +322,10 @@ QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int 
     const __mmask16 kept = first_lanes(num_rows).v;
 #pragma GCC unroll 4
     for (int w = 0; w < 4; ++w) {
-        const __m512i even_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0x88), odd_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0xdd);
-        const __m512i even_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0x88), odd_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0xdd);
+        const __m512i even_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0x88),
+                      odd_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0xdd);
+        const __m512i even_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0x88),
+                      odd_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0xdd);
         if (w < num_words) _mm512_mask_storeu_epi32(to + w * stride, kept, _mm512_shuffle_i32x4(even_a, even_b, 0x88));
         if (4 + w < num_words) _mm512_mask_storeu_epi32(to + (4 + w) * stride, kept, _mm512_shuffle_i32x4(odd_a, odd_b, 0x88));
         if (8 + w < num_words) _mm512_mask_storeu_epi32(to + (8 + w) * stride, kept, _mm512_shuffle_i32x4(even_a, even_b, 0xdd));

@@ -1,5 +1,5 @@
-// Sixteen lanes on ARM: NEON with dot products of bytes (ARMv8.2-A), four 128-bit registers each; level neon_i8mm_bf16 has products of
-// unsigned by signed bytes and of bf16, too (ARMv8.6-A). See simd.h for what each function means.
+// Sixteen lanes on ARM: NEON with dot products of bytes (ARMv8.2-A), four 128-bit registers each; level neon_i8mm_bf16 has
+// products of unsigned by signed bytes and of bf16, too (ARMv8.6-A). See simd.h for what each function means.
 #pragma once
 #include <arm_neon.h>
 
@@ -25,7 +25,9 @@ QUIRE_INLINE uint32x4_t lanes_of_bits(u32 m, u32 first) {
     const u32 of_lanes[4] = {first, first << 1, first << 2, first << 3};
     return vtstq_u32(vdupq_n_u32(m), vld1q_u32(of_lanes));
 }
-QUIRE_INLINE Mask mask_of(u32 m) { return {lanes_of_bits(m, 1), lanes_of_bits(m, 16), lanes_of_bits(m, 256), lanes_of_bits(m, 4096)}; }
+QUIRE_INLINE Mask mask_of(u32 m) {
+    return {lanes_of_bits(m, 1), lanes_of_bits(m, 16), lanes_of_bits(m, 256), lanes_of_bits(m, 4096)};
+}
 QUIRE_INLINE u32 bits(Mask m) {
     const u32 of_lanes[4] = {1, 2, 4, 8};
     const uint32x4_t low = vld1q_u32(of_lanes);
@@ -47,7 +49,9 @@ template <class T> QUIRE_INLINE void copy_lanes(T* to, const T* from, Mask m) {
 }
 
 QUIRE_INLINE F32 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}; }
-QUIRE_INLINE void store(float* p, F32 x) { vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d); }
+QUIRE_INLINE void store(float* p, F32 x) {
+    vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d);
+}
 QUIRE_INLINE F32 load(const float* p, Mask m) {
     float lanes[16] = {};
     copy_lanes(lanes, p, m);
@@ -81,7 +85,8 @@ QUIRE_INLINE Mask operator>(F32 x, F32 y) { return QUIRE_QUARTERS2(vcgtq_f32); }
 QUIRE_INLINE Mask operator>=(F32 x, F32 y) { return QUIRE_QUARTERS2(vcgeq_f32); }
 QUIRE_INLINE Mask operator==(F32 x, F32 y) { return QUIRE_QUARTERS2(vceqq_f32); }
 QUIRE_INLINE Mask is_nan(F32 x) {
-    return {vmvnq_u32(vceqq_f32(x.a, x.a)), vmvnq_u32(vceqq_f32(x.b, x.b)), vmvnq_u32(vceqq_f32(x.c, x.c)), vmvnq_u32(vceqq_f32(x.d, x.d))};
+    return {vmvnq_u32(vceqq_f32(x.a, x.a)), vmvnq_u32(vceqq_f32(x.b, x.b)), vmvnq_u32(vceqq_f32(x.c, x.c)),
+        vmvnq_u32(vceqq_f32(x.d, x.d))};
 }
 QUIRE_INLINE F32 select(Mask x, F32 y, F32 z) { return QUIRE_QUARTERS3(vbslq_f32); }
 QUIRE_INLINE float32x4_t zero_below_quarter(float32x4_t limit, float32x4_t x, float32x4_t y) {
@@ -90,7 +95,9 @@ QUIRE_INLINE float32x4_t zero_below_quarter(float32x4_t limit, float32x4_t x, fl
 QUIRE_INLINE F32 zero_below(F32 x, F32 y, F32 z) { return QUIRE_QUARTERS3(zero_below_quarter); }
 
 QUIRE_INLINE I32 load(const i32* p) { return {vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}; }
-QUIRE_INLINE void store(i32* p, I32 x) { vst1q_s32(p, x.a), vst1q_s32(p + 4, x.b), vst1q_s32(p + 8, x.c), vst1q_s32(p + 12, x.d); }
+QUIRE_INLINE void store(i32* p, I32 x) {
+    vst1q_s32(p, x.a), vst1q_s32(p + 4, x.b), vst1q_s32(p + 8, x.c), vst1q_s32(p + 12, x.d);
+}
 QUIRE_INLINE I32 load(const i32* p, Mask m) {
     i32 lanes[16] = {};
     copy_lanes(lanes, p, m);
@@ -116,10 +123,16 @@ QUIRE_INLINE I32 operator*(I32 x, I32 y) { return QUIRE_QUARTERS2(vmulq_s32); }
 QUIRE_INLINE I32 operator&(I32 x, I32 y) { return QUIRE_QUARTERS2(vandq_s32); }
 QUIRE_INLINE I32 operator|(I32 x, I32 y) { return QUIRE_QUARTERS2(vorrq_s32); }
 QUIRE_INLINE I32 operator^(I32 x, I32 y) { return QUIRE_QUARTERS2(veorq_s32); }
-template <int N> QUIRE_INLINE I32 shift_left(I32 x) { return {vshlq_n_s32(x.a, N), vshlq_n_s32(x.b, N), vshlq_n_s32(x.c, N), vshlq_n_s32(x.d, N)}; }
-template <int N> QUIRE_INLINE int32x4_t shift_right_quarter(int32x4_t x) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), N)); }
+template <int N> QUIRE_INLINE I32 shift_left(I32 x) {
+    return {vshlq_n_s32(x.a, N), vshlq_n_s32(x.b, N), vshlq_n_s32(x.c, N), vshlq_n_s32(x.d, N)};
+}
+template <int N> QUIRE_INLINE int32x4_t shift_right_quarter(int32x4_t x) {
+    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), N));
+}
 template <int N> QUIRE_INLINE I32 shift_right(I32 x) { return QUIRE_QUARTERS1(shift_right_quarter<N>); }
-template <int N> QUIRE_INLINE I32 shift_right_signed(I32 x) { return {vshrq_n_s32(x.a, N), vshrq_n_s32(x.b, N), vshrq_n_s32(x.c, N), vshrq_n_s32(x.d, N)}; }
+template <int N> QUIRE_INLINE I32 shift_right_signed(I32 x) {
+    return {vshrq_n_s32(x.a, N), vshrq_n_s32(x.b, N), vshrq_n_s32(x.c, N), vshrq_n_s32(x.d, N)};
+}
 QUIRE_INLINE I32 min(I32 x, I32 y) { return QUIRE_QUARTERS2(vminq_s32); }
 QUIRE_INLINE I32 max(I32 x, I32 y) { return QUIRE_QUARTERS2(vmaxq_s32); }
 QUIRE_INLINE I32 select(Mask x, I32 y, I32 z) { return QUIRE_QUARTERS3(vbslq_s32); }
@@ -147,9 +160,13 @@ QUIRE_INLINE F32 as_f32(I32 x) { return QUIRE_QUARTERS1(vreinterpretq_f32_s32); 
 QUIRE_INLINE I32 as_i32(F32 x) { return QUIRE_QUARTERS1(vreinterpretq_s32_f32); }
 
 QUIRE_INLINE uint32x2_t even_lanes(int32x4_t x) { return vmovn_u64(vreinterpretq_u64_s32(x)); }
-QUIRE_INLINE int32x4_t multiply_even_quarter(int32x4_t x, int32x4_t y) { return vreinterpretq_s32_u64(vmull_u32(even_lanes(x), even_lanes(y))); }
+QUIRE_INLINE int32x4_t multiply_even_quarter(int32x4_t x, int32x4_t y) {
+    return vreinterpretq_s32_u64(vmull_u32(even_lanes(x), even_lanes(y)));
+}
 QUIRE_INLINE I32 multiply_even(I32 x, I32 y) { return QUIRE_QUARTERS2(multiply_even_quarter); }
-QUIRE_INLINE int32x4_t odd_to_even_quarter(int32x4_t x) { return vreinterpretq_s32_u64(vshrq_n_u64(vreinterpretq_u64_s32(x), 32)); }
+QUIRE_INLINE int32x4_t odd_to_even_quarter(int32x4_t x) {
+    return vreinterpretq_s32_u64(vshrq_n_u64(vreinterpretq_u64_s32(x), 32));
+}
 QUIRE_INLINE I32 odd_to_even(I32 x) { return QUIRE_QUARTERS1(odd_to_even_quarter); }
 QUIRE_INLINE int32x4_t min_unsigned_quarter(int32x4_t x, int32x4_t y) {
     return vreinterpretq_s32_u32(vminq_u32(vreinterpretq_u32_s32(x), vreinterpretq_u32_s32(y)));
@@ -159,8 +176,9 @@ QUIRE_INLINE I32 xor3(I32 x, I32 y, I32 z) { return x ^ y ^ z; }
 QUIRE_INLINE I64 zero_i64() { return {}; }
 QUIRE_INLINE int64x2_t to_i64_eighth(float32x2_t x) { return vcvtnq_s64_f64(vcvt_f64_f32(x)); }
 QUIRE_INLINE I64 to_i64(F32 x) {
-    return {{to_i64_eighth(vget_low_f32(x.a)), to_i64_eighth(vget_high_f32(x.a)), to_i64_eighth(vget_low_f32(x.b)), to_i64_eighth(vget_high_f32(x.b)),
-             to_i64_eighth(vget_low_f32(x.c)), to_i64_eighth(vget_high_f32(x.c)), to_i64_eighth(vget_low_f32(x.d)), to_i64_eighth(vget_high_f32(x.d))}};
+    return {{to_i64_eighth(vget_low_f32(x.a)), to_i64_eighth(vget_high_f32(x.a)), to_i64_eighth(vget_low_f32(x.b)),
+        to_i64_eighth(vget_high_f32(x.b)), to_i64_eighth(vget_low_f32(x.c)), to_i64_eighth(vget_high_f32(x.c)),
+        to_i64_eighth(vget_low_f32(x.d)), to_i64_eighth(vget_high_f32(x.d))}};
 }
 QUIRE_INLINE I64 operator+(I64 x, I64 y) {
 #pragma GCC unroll 8
@@ -176,7 +194,8 @@ QUIRE_INLINE i64 sum_lanes(I64 x) {
 QUIRE_INLINE float32x4_t widen_bf16(uint16x4_t x) { return vreinterpretq_f32_u32(vshll_n_u16(x, 16)); }
 QUIRE_INLINE F32 load_bf16(const u16* p) {
     const uint16x8_t low = vld1q_u16(p), high = vld1q_u16(p + 8);
-    return {widen_bf16(vget_low_u16(low)), widen_bf16(vget_high_u16(low)), widen_bf16(vget_low_u16(high)), widen_bf16(vget_high_u16(high))};
+    return {widen_bf16(vget_low_u16(low)), widen_bf16(vget_high_u16(low)), widen_bf16(vget_low_u16(high)),
+        widen_bf16(vget_high_u16(high))};
 }
 QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
     u16 lanes[16] = {};
@@ -206,7 +225,9 @@ QUIRE_INLINE uint16x8_t round_flushed(float32x4_t low, float32x4_t high) {
     return vcombine_u16(round_quarter(low), round_quarter(high));
 #endif
 }
-QUIRE_INLINE void store_bf16_flushed(u16* p, F32 x) { vst1q_u16(p, round_flushed(x.a, x.b)), vst1q_u16(p + 8, round_flushed(x.c, x.d)); }
+QUIRE_INLINE void store_bf16_flushed(u16* p, F32 x) {
+    vst1q_u16(p, round_flushed(x.a, x.b)), vst1q_u16(p + 8, round_flushed(x.c, x.d));
+}
 QUIRE_INLINE I32 dot_words(F32 x, F32 y) {
     return {vreinterpretq_s32_u16(round_flushed(x.a, x.b)), vreinterpretq_s32_u16(round_flushed(x.c, x.d)),
             vreinterpretq_s32_u16(round_flushed(y.a, y.b)), vreinterpretq_s32_u16(round_flushed(y.c, y.d))};
@@ -214,7 +235,8 @@ QUIRE_INLINE I32 dot_words(F32 x, F32 y) {
 QUIRE_INLINE float32x4_t widen_f16(uint16x4_t x) { return vcvt_f32_f16(vreinterpret_f16_u16(x)); }
 QUIRE_INLINE F32 load_f16(const u16* p) {
     const uint16x8_t low = vld1q_u16(p), high = vld1q_u16(p + 8);
-    return {widen_f16(vget_low_u16(low)), widen_f16(vget_high_u16(low)), widen_f16(vget_low_u16(high)), widen_f16(vget_high_u16(high))};
+    return {widen_f16(vget_low_u16(low)), widen_f16(vget_high_u16(low)), widen_f16(vget_low_u16(high)),
+        widen_f16(vget_high_u16(high))};
 }
 QUIRE_INLINE F32 load_f16(const u16* p, Mask m) {
     u16 lanes[16] = {};
@@ -239,7 +261,8 @@ QUIRE_INLINE uint8x16_t same_words(u32 x) { return vreinterpretq_u8_u32(vdupq_n_
 QUIRE_INLINE Bytes set1_bytes(u32 x) { return {same_words(x), same_words(x), same_words(x), same_words(x)}; }
 QUIRE_INLINE Bytes keep_or(Bytes x, u32 mask, Bytes y) {
     const uint8x16_t m = same_words(mask);
-    return {vorrq_u8(vandq_u8(x.a, m), y.a), vorrq_u8(vandq_u8(x.b, m), y.b), vorrq_u8(vandq_u8(x.c, m), y.c), vorrq_u8(vandq_u8(x.d, m), y.d)};
+    return {vorrq_u8(vandq_u8(x.a, m), y.a), vorrq_u8(vandq_u8(x.b, m), y.b), vorrq_u8(vandq_u8(x.c, m), y.c),
+        vorrq_u8(vandq_u8(x.d, m), y.d)};
 }
 QUIRE_INLINE Bytes select_bits(u32 mask, Bytes x, Bytes y) {
     const uint8x16_t m = same_words(mask);
@@ -256,12 +279,15 @@ QUIRE_INLINE uint8x16_t rotate_quarter(uint8x16_t x) {
     return vreinterpretq_u8_u32(vsriq_n_u32(vshlq_n_u32(words, 28), words, 4));
 }
 QUIRE_INLINE Bytes rotate_words(Bytes x) { return QUIRE_QUARTERS1(rotate_quarter); }
-QUIRE_INLINE float32x4_t high_half(uint8x16_t x) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(x), vdupq_n_u32(0xffff0000u))); }
+QUIRE_INLINE float32x4_t high_half(uint8x16_t x) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(x), vdupq_n_u32(0xffff0000u)));
+}
 QUIRE_INLINE float32x4_t low_half(uint8x16_t x) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(x), 16)); }
 QUIRE_INLINE F32 high_halves(Bytes x) { return QUIRE_QUARTERS1(high_half); }
 QUIRE_INLINE F32 low_halves(Bytes x) { return QUIRE_QUARTERS1(low_half); }
 #if QUIRE_HAS_BF16
-// These two instructions round like fma on the widened numbers. Those that sum two or four products (bfdot, bfmmla) round differently.
+// These two instructions round like fma on the widened numbers. Those that sum two or four products (bfdot, bfmmla) round
+// differently.
 QUIRE_INLINE float32x4_t dot_bf16_quarter(float32x4_t acc, uint8x16_t x, uint8x16_t y) {
     const bfloat16x8_t p = vreinterpretq_bf16_u8(x), q = vreinterpretq_bf16_u8(y);
     return vbfmlalbq_f32(vbfmlaltq_f32(acc, p, q), p, q);
@@ -273,7 +299,9 @@ QUIRE_INLINE float32x4_t dot_bf16_quarter(float32x4_t acc, uint8x16_t x, uint8x1
 #endif
 QUIRE_INLINE F32 dot_bf16(F32 x, Bytes y, Bytes z) { return QUIRE_QUARTERS3(dot_bf16_quarter); }
 #if QUIRE_HAS_I8MM
-QUIRE_INLINE int32x4_t dot_u8s8_quarter(int32x4_t acc, uint8x16_t w, uint8x16_t x) { return vusdotq_s32(acc, w, vreinterpretq_s8_u8(x)); }
+QUIRE_INLINE int32x4_t dot_u8s8_quarter(int32x4_t acc, uint8x16_t w, uint8x16_t x) {
+    return vusdotq_s32(acc, w, vreinterpretq_s8_u8(x));
+}
 #else
 // Bytes with one sign: w = signed + 128 is split, and 128 * sum(x) added from x alone.
 QUIRE_INLINE int32x4_t dot_u8s8_quarter(int32x4_t acc, uint8x16_t w, uint8x16_t x) {
@@ -299,7 +327,8 @@ QUIRE_INLINE void store_s8(i8* p, I32 x) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
 QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
-    return {vreinterpretq_u8_s8(vld1q_s8(a)), vreinterpretq_u8_s8(vld1q_s8(b)), vreinterpretq_u8_s8(vld1q_s8(c)), vreinterpretq_u8_s8(vld1q_s8(d))};
+    return {vreinterpretq_u8_s8(vld1q_s8(a)), vreinterpretq_u8_s8(vld1q_s8(b)), vreinterpretq_u8_s8(vld1q_s8(c)),
+        vreinterpretq_u8_s8(vld1q_s8(d))};
 }
 struct CodeTable {};
 QUIRE_INLINE CodeTable code_table() { return {}; }
@@ -324,7 +353,9 @@ QUIRE_INLINE F32 upper(Pairs w) { return high_halves(w); }
 #else
 struct Pairs { F32 first, second; };
 QUIRE_INLINE Pairs pairs_of(Bytes line) { return {low_halves(line), high_halves(line)}; }
-QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, Bytes x) { return fma(w.first, low_halves(x), fma(w.second, high_halves(x), acc)); }
+QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, Bytes x) {
+    return fma(w.first, low_halves(x), fma(w.second, high_halves(x), acc));
+}
 QUIRE_INLINE F32 lower(const Pairs& w) { return w.first; }
 QUIRE_INLINE F32 upper(const Pairs& w) { return w.second; }
 #endif
@@ -356,7 +387,8 @@ QUIRE_INLINE Float8Bytes float8_halves(const Float8Table& table, uint8x16_t code
             veorq_u8(vqtbl1q_u8(table.high, vshrq_n_u8(codes, 4)), vqtbl1q_u8(table.least[1], magnitude))};
 }
 template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) {
-    const Float8Bytes x = float8_halves(line.table, vld1q_u8(line.codes + LINE * 32)), y = float8_halves(line.table, vld1q_u8(line.codes + LINE * 32 + 16));
+    const Float8Bytes x = float8_halves(line.table, vld1q_u8(line.codes + LINE * 32)),
+                      y = float8_halves(line.table, vld1q_u8(line.codes + LINE * 32 + 16));
     return {vzip1q_u8(x.low, x.high), vzip1q_u8(y.low, y.high), vzip2q_u8(x.low, x.high), vzip2q_u8(y.low, y.high)};
 }
 QUIRE_INLINE Bytes load_table(const u8* table) {
@@ -383,13 +415,15 @@ QUIRE_INLINE int32x4_t level_pairs_quarter(const LevelTable& table, int32x4_t in
     return vreinterpretq_s32_u8(vorrq_u8(vqtbl1q_u8(table.low, low), vqtbl1q_u8(table.high, high)));
 }
 QUIRE_INLINE I32 level_pairs(const LevelTable& table, I32 x) {
-    return {level_pairs_quarter(table, x.a), level_pairs_quarter(table, x.b), level_pairs_quarter(table, x.c), level_pairs_quarter(table, x.d)};
+    return {level_pairs_quarter(table, x.a), level_pairs_quarter(table, x.b), level_pairs_quarter(table, x.c),
+        level_pairs_quarter(table, x.d)};
 }
 QUIRE_INLINE int32x4_t widen_u16(uint16x4_t x) { return vreinterpretq_s32_u32(vmovl_u16(x)); }
 QUIRE_INLINE I32 load_u8(const u8* p) {
     const uint8x16_t x = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(x)), high = vmovl_u8(vget_high_u8(x));
-    return {widen_u16(vget_low_u16(low)), widen_u16(vget_high_u16(low)), widen_u16(vget_low_u16(high)), widen_u16(vget_high_u16(high))};
+    return {widen_u16(vget_low_u16(low)), widen_u16(vget_high_u16(low)), widen_u16(vget_low_u16(high)),
+        widen_u16(vget_high_u16(high))};
 }
 QUIRE_INLINE I32 load_u8(const u8* p, Mask m) {
     u8 lanes[16] = {};
@@ -423,7 +457,9 @@ QUIRE_INLINE float max_lanes(F32 x) {
 QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 QUIRE_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Keep what comes before in the order of the source: otherwise GCC interleaves more rows than there are registers.
-template <class T> QUIRE_INLINE void in_order(const T*& x, F32& acc) { asm("" : "+r"(x), "+w"(acc.a), "+w"(acc.b), "+w"(acc.c), "+w"(acc.d)); }
+template <class T> QUIRE_INLINE void in_order(const T*& x, F32& acc) {
+    asm("" : "+r"(x), "+w"(acc.a), "+w"(acc.b), "+w"(acc.c), "+w"(acc.d));
+}
 QUIRE_INLINE void in_order(Bytes& x) { asm("" : "+w"(x.a), "+w"(x.b), "+w"(x.c), "+w"(x.d)); }
 
 #undef QUIRE_QUARTERS1

@@ -16,7 +16,9 @@ QUIRE_INLINE void put(void* out, float x) { *static_cast<float*>(out) = x; }
 
 #define QUIRE_OPERATION(name, a_bytes, b_bytes, c_bytes, out_bytes, ...)                                         \
     {name, a_bytes, b_bytes, c_bytes, out_bytes,                                                                 \
-     []([[maybe_unused]] const void* a, [[maybe_unused]] const void* b, [[maybe_unused]] const void* c, void* out) { __VA_ARGS__; }}
+     []([[maybe_unused]] const void* a, [[maybe_unused]] const void* b, [[maybe_unused]] const void* c, void* out) { \
+         __VA_ARGS__;                                                                                             \
+     }}
 #define QUIRE_UNARY(name, expression) QUIRE_OPERATION(name, 64, 0, 0, 64, put(out, expression))
 #define QUIRE_BINARY(name, expression) QUIRE_OPERATION(name, 64, 64, 0, 64, put(out, expression))
 #define QUIRE_TEST(name, expression) QUIRE_OPERATION(name, 64, 64, 0, 4, put(out, static_cast<u32>(bits(expression))))
@@ -95,7 +97,8 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_OPERATION("compress_count", 64, 64, 0, 4, float chosen[16];
                     put(out, static_cast<u32>(compress_store(chosen, lanes_of(b), floats(a))))),
     QUIRE_OPERATION("dot_bf16", 64, 64, 64, 64, put(out, dot_bf16(floats(a), load_bytes(b), load_bytes(c)))),
-    QUIRE_OPERATION("dot_u8s8", 64, 64, 4, 64, put(out, dot_u8s8(ints(a), load_bytes(b), set1_bytes(*static_cast<const u32*>(c))))),
+    QUIRE_OPERATION("dot_u8s8", 64, 64, 4, 64,
+                    put(out, dot_u8s8(ints(a), load_bytes(b), set1_bytes(*static_cast<const u32*>(c))))),
     QUIRE_UNARY("swap_lanes_1", swap_lanes<1>(floats(a))),
     QUIRE_UNARY("swap_lanes_2", swap_lanes<2>(floats(a))),
     QUIRE_UNARY("swap_lanes_4", swap_lanes<4>(floats(a))),

@@ -87,7 +87,9 @@ QUIRE_INLINE I32 min(I32 a, I32 b) { QUIRE_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i
 QUIRE_INLINE I32 max(I32 a, I32 b) { QUIRE_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 QUIRE_INLINE I32 select(Mask m, I32 yes, I32 no) { QUIRE_EACH if (has(m, i)) no.v[i] = yes.v[i]; return no; }
 QUIRE_INLINE F32 to_f32(I32 a) { F32 r; QUIRE_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
-QUIRE_INLINE i32 nearest(float x) { return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<i32>(lrintf(x)) : wrapped(0x80000000u); }
+QUIRE_INLINE i32 nearest(float x) {
+    return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<i32>(lrintf(x)) : wrapped(0x80000000u);
+}
 QUIRE_INLINE I32 to_i32(F32 a) { I32 r; QUIRE_EACH r.v[i] = nearest(a.v[i]); return r; }
 // Without ceilf: a call for each value, where the machine has no instruction for it.
 QUIRE_INLINE i32 next_up(float x) {
@@ -112,7 +114,10 @@ QUIRE_INLINE I32 multiply_even(I32 a, I32 b) {
     return r;
 }
 QUIRE_INLINE I32 odd_to_even(I32 a) { QUIRE_EACH a.v[i] = i & 1 ? 0 : a.v[i + 1]; return a; }
-QUIRE_INLINE I32 min_unsigned(I32 a, I32 b) { QUIRE_EACH a.v[i] = static_cast<u32>(a.v[i]) < static_cast<u32>(b.v[i]) ? a.v[i] : b.v[i]; return a; }
+QUIRE_INLINE I32 min_unsigned(I32 a, I32 b) {
+    QUIRE_EACH a.v[i] = static_cast<u32>(a.v[i]) < static_cast<u32>(b.v[i]) ? a.v[i] : b.v[i];
+    return a;
+}
 QUIRE_INLINE I32 xor3(I32 a, I32 b, I32 c) { return a ^ b ^ c; }
 QUIRE_INLINE I64 zero_i64() { return {}; }
 QUIRE_INLINE I64 to_i64(F32 a) { I64 r; QUIRE_EACH r.v[i] = static_cast<i64>(nearbyintf(a.v[i])); return r; }
@@ -200,7 +205,9 @@ QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
 }
 QUIRE_INLINE F32 load_s8(const i8* p) { F32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
 QUIRE_INLINE F32 load_s8(const i8* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
-QUIRE_INLINE void store_s8(i8* p, I32 a) { QUIRE_EACH p[i] = static_cast<i8>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]); }
+QUIRE_INLINE void store_s8(i8* p, I32 a) {
+    QUIRE_EACH p[i] = static_cast<i8>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
+}
 QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
     Bytes r;
     memcpy(r.v, a, 16);
@@ -259,7 +266,8 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
 struct LevelTable { const u16* levels; };
 QUIRE_INLINE LevelTable level_table(const u16* levels) { return {levels}; }
 QUIRE_INLINE I32 level_pairs(LevelTable table, I32 indices) {
-    QUIRE_EACH indices.v[i] = wrapped(table.levels[indices.v[i] & 15] | static_cast<u32>(table.levels[indices.v[i] >> 16 & 15]) << 16);
+    QUIRE_EACH indices.v[i] =
+        wrapped(table.levels[indices.v[i] & 15] | static_cast<u32>(table.levels[indices.v[i] >> 16 & 15]) << 16);
     return indices;
 }
 QUIRE_INLINE I32 load_u8(const u8* p) { I32 r; QUIRE_EACH r.v[i] = p[i]; return r; }

@@ -193,6 +193,11 @@ struct Stepper : StepBlock {
         a.sinks = l.sinks.empty() ? nullptr : l.sinks.data();
         a.is_bf16 = plan.is_bf16_;
         if (value_format(l.kv.format) != KvFormat::r4) a.first_value = l.latent.rope;
+        if (!plan.step_bounds_.empty() && l.window == 0) {
+            a.bounds = plan.step_bounds_.data();
+            a.layer = l.index;
+            a.run_counts = plan.run_counts_;
+        }
         a.q = plan.qkv_;
         a.q_stride = row_stride(qkv_size(l));
         a.out = plan.attended_ + l.first_head * l.head_dim;
@@ -204,7 +209,7 @@ struct Stepper : StepBlock {
         }
         Batch own = batch;
         if (l.is_windowed) own.block_tables = in.window_tables;
-        if (l.has_indexer())
+        if (l.attends_chosen())
             attend_chosen(a, l);
         else
             kernels.attention->attend(worker, a, own);
@@ -273,8 +278,9 @@ struct Stepper : StepBlock {
             rotate_and_store(l, has_few);
             if (!plan.query_rows_.empty()) copy_queries(l);
         }
+        // Even without rows, bounds of the new keys are written.
+        if (num_rows > 0 || !plan.step_bounds_.empty()) attend(l, has_few ? plan.last_ask_ : in.batch);
         if (num_rows == 0) return {};
-        attend(l, has_few ? plan.last_ask_ : in.batch);
         float* attended = plan.attended_;
         if (is_last && !in.keeps_all && !has_few) {
             if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
@@ -582,7 +588,9 @@ void Plan::step(const StepInput& given) {
     for (const i32 row : query_rows_)
         if (row < 0 || row >= input.batch.num_tokens) throw std::invalid_argument("there is no row " + std::to_string(row) + " whose queries are copied");
     Call call = {this, &input, nullptr, 0, nullptr, &lora_, lora_.all.is_empty() ? nullptr : &lora_.all, &given};
+    begin_bounds(input);
     run_team(num_threads, step_body, &call);
+    keep_bounds(input);
     query_rows_.clear();
     if (divides_rows()) {
         set_layer(0);

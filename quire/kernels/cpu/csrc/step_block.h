@@ -39,14 +39,16 @@ struct StepBlock : StepMixer {
     };
 
     // Add what low-rank adapters give to the results of linear layers that read the same site; sums: of their first matrices.
-    void add_adapters(const PlanLayer& l, const Site& site, std::initializer_list<Adapted> all, const LoraSums& sums, i32 first_sum) {
+    void add_adapters(
+        const PlanLayer& l, const Site& site, std::initializer_list<Adapted> all, const LoraSums& sums, i32 first_sum) {
         const i64 stride = row_stride(plan.block_rank_), apart = stride * num_rows;
         Packed inputs[MAX_ADAPTED];
         LinearJob jobs[MAX_ADAPTED];
         i32 count = 0;
         for (const Adapted& one : all) {
             inputs[count] = packed(site, one.adapter->in_form, num_rows);
-            jobs[count] = adapted(job(*one.adapter->in, inputs[count], Finish::store, plan.block_low_ + count * apart, stride), sums[first_sum + count]);
+            jobs[count] = adapted(job(*one.adapter->in, inputs[count], Finish::store, plan.block_low_ + count * apart, stride),
+                sums[first_sum + count]);
             ++count;
         }
         run(jobs, count);
@@ -63,7 +65,8 @@ struct StepBlock : StepMixer {
 
     // Those of q, k and v.
     void adapt_heads(const PlanLayer& l, const LoraSums& sums) {
-        const i64 width = row_stride(qkv_size(l)), q_size = static_cast<i64>(l.num_heads) * l.head_dim, kv_size = static_cast<i64>(l.num_kv_heads) * l.head_dim;
+        const i64 width = row_stride(qkv_size(l)), q_size = static_cast<i64>(l.num_heads) * l.head_dim,
+                  kv_size = static_cast<i64>(l.num_kv_heads) * l.head_dim;
         add_adapters(l, l.attn_site,
                      {{&l.block.q, plan.qkv_, width, LoraModule::block_q_out},
                       {&l.block.k, plan.qkv_ + q_size, width, LoraModule::block_k_out},
@@ -73,8 +76,10 @@ struct StepBlock : StepMixer {
 
     // After its attention, whose result is in extra_: the rest of a block, and the input of the mixer.
     void leave_block(const PlanLayer& l) {
-        const LoraModules read = {l.index, {LoraModule::gate, LoraModule::up, LoraModule::block_gate_in, LoraModule::block_up_in}};
-        each(num_rows, [&](i64 row) { kernels.elementwise->norm(l.mlp_in.job, extra(row), plan.normed_ + row * hidden_stride()); });
+        const LoraModules read = {
+            l.index, {LoraModule::gate, LoraModule::up, LoraModule::block_gate_in, LoraModule::block_up_in}};
+        each(num_rows,
+            [&](i64 row) { kernels.elementwise->norm(l.mlp_in.job, extra(row), plan.normed_ + row * hidden_stride()); });
         pack_all(l.mlp_site, plan.normed_, hidden_stride(), read);
         activate_block(l, LoraSums(lora, read));
         const LoraModules down = {l.index, {LoraModule::down}}, out = {l.index, {LoraModule::block_out}};
@@ -101,10 +106,13 @@ private:
         const i64 inner = row_stride(l.total_inner), upper_stride = row_stride(plan.inner_size_), count = l.up->weight.n;
         float* const own = plan.inner_ + l.first_inner;
         const Packed gate_input = packed(l.mlp_site, l.gate_form, num_rows), up_input = packed(l.mlp_site, l.up_form, num_rows);
-        const LinearJob jobs[2] = {adapted(job(*l.gate, gate_input, Finish::store, own, inner), sums[0]), adapted(job(*l.up, up_input, Finish::store, plan.block_up_, upper_stride), sums[1])};
+        const LinearJob jobs[2] = {adapted(job(*l.gate, gate_input, Finish::store, own, inner), sums[0]),
+            adapted(job(*l.up, up_input, Finish::store, plan.block_up_, upper_stride), sums[1])};
         run(jobs, 2);
         add_adapters(l, l.mlp_site,
-                     {{&l.block.gate, own, inner, LoraModule::block_gate_out}, {&l.block.up, plan.block_up_, upper_stride, LoraModule::block_up_out}}, sums, 2);
+            {{&l.block.gate, own, inner, LoraModule::block_gate_out},
+                {&l.block.up, plan.block_up_, upper_stride, LoraModule::block_up_out}},
+            sums, 2);
         each(num_rows, [&](i64 row) { kernels.elementwise->activate(l.activation, own + row * inner, upper(row), count); });
         wrote(own, num_rows, inner, count);
         rank_barrier();

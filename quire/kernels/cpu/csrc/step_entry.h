@@ -73,9 +73,12 @@ struct StepEntry : StepLatent {
         run(&fuse, 1);
     }
 
-    // The rows come from the previous stage. The first rank of the stage changes them in place, after the others have copied them.
+    // The rows come from the previous stage. The first rank of the stage changes them in place, after the others have copied
+    // them.
     void enter_stage() {
-        if (!plan.computes_in_place()) each(in.batch.num_tokens, [&](i64 row) { memcpy(x(row), in.rows + row * hidden_stride(), sizeof(float) * plan.hidden_); });
+        if (!plan.computes_in_place())
+            each(in.batch.num_tokens,
+                [&](i64 row) { memcpy(x(row), in.rows + row * hidden_stride(), sizeof(float) * plan.hidden_); });
         rank_barrier();
     }
 
@@ -118,10 +121,12 @@ struct StepEntry : StepLatent {
         run(&gate, 1);
         each(num_rows, [&](i64 row) {
             const i64 token = has_wanted ? in.wanted_rows[row] : row;
-            kernels.elementwise->activate(l.activation, plan.gated_ + row * row_stride(size), plan.per_layer_ + token * stride + l.index * size, size);
+            kernels.elementwise->activate(
+                l.activation, plan.gated_ + row * row_stride(size), plan.per_layer_ + token * stride + l.index * size, size);
         });
         pack_all(l.per_layer_up_site, plan.gated_, row_stride(size));
-        run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm, nullptr, l.residual_scale);
+        run_to_residual(
+            l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm, nullptr, l.residual_scale);
     }
 
     // The input of the first attention of an EAGLE-3 head: the normed embedding, concatenated with the normed features.

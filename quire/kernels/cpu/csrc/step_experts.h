@@ -17,7 +17,8 @@ struct StepExperts : StepContext {
         return found;
     }
     static LoraModules own_mlp_modules(const PlanLayer& l) {
-        if (l.router && l.shared_scale) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up, LoraModule::shared_scale}};
+        if (l.router && l.shared_scale)
+            return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up, LoraModule::shared_scale}};
         if (l.router && l.shared_up) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up}};
         if (l.router) return {l.index, {LoraModule::router}};
         return {l.index, {LoraModule::gate, LoraModule::up}};
@@ -68,8 +69,8 @@ struct StepExperts : StepContext {
         return job;
     }
 
-    // List what this rank computes: all places of its experts. Those of an expert that several ranks hold are divided among these,
-    // by the choices and positions of the step only, so that all ranks divide alike.
+    // List what this rank computes: all places of its experts. Those of an expert that several ranks hold are divided among
+    // these, by the choices and positions of the step only, so that all ranks divide alike.
     void find_own_places(const PlanLayer& l) const {
         plan.num_own_experts_ = plan.num_own_places_ = 0;
         for (i32 e = 0; e < static_cast<i32>(l.experts.size()); ++e) {
@@ -103,15 +104,17 @@ struct StepExperts : StepContext {
         return packed_at(form, plan.own_count_[at], first * words, first * groups);
     }
 
-    // Pack row values(place) of every pair of this rank into its expert's input, then run one linear layer per expert: the modules
-    // [first_module, first_module + num_modules).
-    template <class Values, class Make>
-    void run_experts(const PlanLayer& l, const InputForm& form, ExpertModule first_module, i32 num_modules, Values values, Make make) {
+    // Pack row values(place) of every pair of this rank into its expert's input, then run one linear layer per expert: the
+    // modules [first_module, first_module + num_modules).
+    template <class Values, class Make> void run_experts(
+        const PlanLayer& l, const InputForm& form, ExpertModule first_module, i32 num_modules, Values values, Make make) {
         const i32 num_own = plan.num_own_experts_, first = static_cast<i32>(first_module);
         const i64 num_products = lora.num_expert_items(num_modules);
         each(num_products + plan.num_own_places_, [&](i64 i) {
             const i64 item = i - num_products;
-            if (item < 0) return lora.shrink_expert(*kernels.linear, i, l.index, plan.own_experts_, {first, num_modules}, l.weighs_inputs ? 1 : MAX_LORA_ROWS, values);
+            if (item < 0)
+                return lora.shrink_expert(*kernels.linear, i, l.index, plan.own_experts_, {first, num_modules},
+                    l.weighs_inputs ? 1 : MAX_LORA_ROWS, values);
             const i32 place = plan.own_places_[item], at = own_expert_at(place);
             kernels.linear->pack_row(expert_input(form, at), place - plan.own_first_[at], values(place), 0, form.k);
         });
@@ -137,10 +140,13 @@ struct StepExperts : StepContext {
             const LinearJob scale = adapted(job(*l.shared_scale, input, Finish::store, plan.shared_scales_, 1), sums[3]);
             run(&scale, 1);
         }
-        const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
-        const bool is_joint = l.shared_gate && l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
-        LinearJob gate = adapted(job(l.shared_gate ? *l.shared_gate : *l.shared_up, l.shared_gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner),
-                                 sums[l.shared_gate ? 1 : 2]);
+        const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows),
+                     gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
+        const bool is_joint =
+            l.shared_gate && l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
+        LinearJob gate = adapted(job(l.shared_gate ? *l.shared_gate : *l.shared_up, l.shared_gate ? gate_input : up_input,
+                                     is_joint ? Finish::gate : Finish::activate, own, inner),
+            sums[l.shared_gate ? 1 : 2]);
         gate.second = is_joint ? &l.shared_up->weight : nullptr;
         gate.second_low_rank = is_joint ? sums[2] : nullptr;
         gate.activation = l.activation;
@@ -166,35 +172,45 @@ struct StepExperts : StepContext {
         }
         const Packed input = packed(l.has_branch() ? l.router_site : l.mlp_site, l.router_form, num_rows);
         const LoraSums sums(lora, l.has_branch() ? own : mlp_modules(l));
-        const LinearJob router = adapted(job(*l.router, input, Finish::store, plan.route_logits_, static_cast<i32>(l.experts.size())), sums[0]);
+        const LinearJob router =
+            adapted(job(*l.router, input, Finish::store, plan.route_logits_, static_cast<i32>(l.experts.size())), sums[0]);
         run(&router, 1);
-        if (l.has_branch()) each(num_rows, [&](i64 row) { norm_row(l.branch.experts_in, row, plan.normed_ + row * hidden_stride()); });
+        if (l.has_branch())
+            each(num_rows, [&](i64 row) { norm_row(l.branch.experts_in, row, plan.normed_ + row * hidden_stride()); });
     }
 
     void mixture(const PlanLayer& l) {
         const i32 num_experts = static_cast<i32>(l.experts.size());
-        const i64 apart = row_stride(plan.pair_size_), inner = row_stride(l.total_inner), width = l.latent_in ? l.latent_in->weight.n : plan.hidden_;
+        const i64 apart = row_stride(plan.pair_size_), inner = row_stride(l.total_inner),
+                  width = l.latent_in ? l.latent_in->weight.n : plan.hidden_;
         if (l.has_branch()) shared_expert(l);
         ask_router(l);
         if (l.latent_in) enter_latent(l);
         if (l.shared_up && !l.has_branch()) shared_expert(l);
         const RouteJob route = route_job(l);
         each(num_rows, [&](i64 row) {
-            kernels.elementwise->route(route, plan.route_logits_ + row * num_experts, plan.chosen_ + row * l.top_k, plan.route_weights_ + row * l.top_k);
+            kernels.elementwise->route(
+                route, plan.route_logits_ + row * num_experts, plan.chosen_ + row * l.top_k, plan.route_weights_ + row * l.top_k);
         });
         if (worker.rank == 0) {
-            if (plan.lossy_.is_on()) ChoiceLimiter{route, plan.lossy_, num_rows, plan.route_logits_, plan.chosen_, plan.route_weights_, plan.routing_counts_[l.index]}.run();
+            if (plan.lossy_.is_on())
+                ChoiceLimiter{route, plan.lossy_, num_rows, plan.route_logits_, plan.chosen_, plan.route_weights_,
+                    plan.routing_counts_[l.index]}
+                    .run();
             group_by_expert(l);
             if (plan.lora_.adapts_experts && lora.has_rows())
-                plan.lora_.group_places(l.index, *lora.lora, plan.pair_row_, num_rows * l.top_k, plan.num_own_experts_, plan.own_experts_, plan.own_first_, plan.own_count_);
+                plan.lora_.group_places(l.index, *lora.lora, plan.pair_row_, num_rows * l.top_k, plan.num_own_experts_,
+                    plan.own_experts_, plan.own_first_, plan.own_count_);
             else if (plan.lora_.adapts_experts)
                 plan.lora_.places.clear(0);  // those of the layer before: no row that is left has an adapter
         }
         barrier(worker);
         run_experts(
-            l, l.expert_site.forms[0], l.is_expert_gated ? ExpertModule::gate : ExpertModule::up, l.is_expert_gated ? 2 : 1, [&](i64 place) { return expert_row(l, place); },
+            l, l.expert_site.forms[0], l.is_expert_gated ? ExpertModule::gate : ExpertModule::up, l.is_expert_gated ? 2 : 1,
+            [&](i64 place) { return expert_row(l, place); },
             [&](const Expert& expert, const Packed& input, i64 first) {
-                LinearJob j = job(expert.gate ? *expert.gate : *expert.up, input, expert.gate ? Finish::gate : Finish::activate, plan.inner_ + first * inner + l.first_inner, inner);
+                LinearJob j = job(expert.gate ? *expert.gate : *expert.up, input, expert.gate ? Finish::gate : Finish::activate,
+                    plan.inner_ + first * inner + l.first_inner, inner);
                 j.second = expert.gate ? &expert.up->weight : nullptr;
                 j.activation = l.activation;
                 j.limit = l.gate_limit;
@@ -202,7 +218,8 @@ struct StepExperts : StepContext {
                 return j;
             });
         const i64 pairs = static_cast<i64>(num_rows) * l.top_k;
-        const bool is_sharded = l.expert_copies.empty();  // by outputs; otherwise a rank has whole experts, whose inner values it alone reads
+        // by outputs; otherwise a rank has whole experts, whose inner values it alone reads
+        const bool is_sharded = l.expert_copies.empty();
         if (is_sharded) {
             wrote(plan.inner_ + l.first_inner, pairs, inner, l.experts[0].up->weight.n);
             rank_barrier();
@@ -216,7 +233,8 @@ struct StepExperts : StepContext {
         if (is_sharded) {
             wrote(plan.pair_out_ + first_output, pairs, apart, l.experts[0].down->weight.n);
         } else {
-            for (i32 at = 0; at < plan.num_own_experts_; ++at) wrote(plan.pair_out_ + plan.own_first_[at] * apart, plan.own_count_[at], apart, width);
+            for (i32 at = 0; at < plan.num_own_experts_; ++at)
+                wrote(plan.pair_out_ + plan.own_first_[at] * apart, plan.own_count_[at], apart, width);
         }
         rank_barrier();
         if (l.latent_in) leave_latent_experts(l);
@@ -230,7 +248,9 @@ struct StepExperts : StepContext {
         const Packed input = packed(l.mlp_site, l.latent_in_form, num_rows);
         const LoraModules read = mlp_modules(l);
         const LoraSums sums(lora, read);
-        const LinearJob in = adapted(job(*l.latent_in, input, Finish::store, plan.expert_latents_, row_stride(plan.expert_latent_size_)), sums[read.count - 1]);
+        const LinearJob in =
+            adapted(job(*l.latent_in, input, Finish::store, plan.expert_latents_, row_stride(plan.expert_latent_size_)),
+                sums[read.count - 1]);
         run(&in, 1);
     }
 
@@ -259,7 +279,8 @@ struct StepExperts : StepContext {
         memset(sum, 0, sizeof(float) * width);
         for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at) {
             if (plan.pair_of_[at] < 0) continue;
-            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * row_stride(plan.pair_size_), l.weighs_inputs ? 1.0f : plan.route_weights_[at], width);
+            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * row_stride(plan.pair_size_),
+                l.weighs_inputs ? 1.0f : plan.route_weights_[at], width);
         }
     }
 
@@ -281,7 +302,8 @@ struct StepExperts : StepContext {
         }
         if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
         kernels.elementwise->add_scaled(x(row), sum, l.last_scale(), plan.hidden_);
-        if (!l.per_layer_gate && l.output_scale != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, l.output_scale, 0.0f);
+        if (!l.per_layer_gate && l.output_scale != 1.0f)
+            kernels.elementwise->scale_and_cap(x(row), plan.hidden_, l.output_scale, 0.0f);
     }
 };
 

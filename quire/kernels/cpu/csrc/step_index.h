@@ -30,7 +30,7 @@ struct StepIndex : StepExperts {
         kernels.elementwise->scale_and_cap(index_weights(row), indexer.num_heads, 1.0f / std::sqrt(static_cast<float>(indexer.num_heads)), 0.0f);
     }
 
-    // Attention of all rows, piece after piece; ends with a barrier of the team.
+    // Attention of all rows, piece after piece; ends with a barrier of the team. Without an indexer, to what the last one has chosen.
     void attend_chosen(AttentionJob a, const PlanLayer& l) {
         const KeyChoice& choice = plan.choice_;
         const IndexedKv kv = l.indexed_kv();
@@ -38,8 +38,8 @@ struct StepIndex : StepExperts {
         for (i32 first = 0; first < choice.num_pieces(); first += GATHERED_PIECES) {
             const i32 count = std::min(GATHERED_PIECES, choice.num_pieces() - first);
             const i64 parts = ceil_div(choice.max_end(), SCORED_TOKENS);
-            if (parts > 0) each(count * parts, [&](i64 item) { score_part(l, kv, first, static_cast<i32>(item / parts), static_cast<i32>(item % parts) * SCORED_TOKENS); });
-            each(count, [&](i64 place) {
+            if (parts > 0 && l.has_indexer()) each(count * parts, [&](i64 item) { score_part(l, kv, first, static_cast<i32>(item / parts), static_cast<i32>(item % parts) * SCORED_TOKENS); });
+            if (l.has_indexer()) each(count, [&](i64 place) {
                 if (choice.pieces[first + place].is_alone) choice.choose(first + static_cast<i32>(place), static_cast<i32>(place));
             });
             each(static_cast<i64>(count) * choice.num_runs(), [&](i64 item) {
@@ -47,7 +47,7 @@ struct StepIndex : StepExperts {
                 const i32 left = choice.num_tokens(first + place) - token;
                 if (left <= 0) return;
                 const KeyPiece& piece = choice.pieces[first + place];
-                kernels.attention->gather(kv, blocks_of(piece), piece.is_alone ? choice.tokens(place) + token : nullptr, token, std::min(left, RUN), a.kv, item);
+                kernels.attention->gather(kv, blocks_of(piece), piece.is_alone ? choice.tokens(first + place) + token : nullptr, token, std::min(left, RUN), a.kv, item);
             });
             kernels.attention->attend(worker, a, choice.batch(first, count));
         }

@@ -1,8 +1,17 @@
 // What a step computes.
 #pragma once
+#include <vector>
+
 #include "attention.h"
 
 namespace quire {
+
+// Which sequences of a step skip runs, see KeyBounds. keys: under which the plan keeps the bounds of each, 0: it reads all.
+struct BoundsRequest {
+    std::vector<i64> keys;
+    std::vector<i32> firsts;
+    std::vector<float> gaps;
+};
 
 // The inputs of one step, as addresses; see contracts in kernels/reference/attention.py.
 struct StepInput {
@@ -29,11 +38,13 @@ struct StepInput {
     i32 feature_size = 0;
     // The number of each token's adapter, -1: none; null: no token has one. See Plan::set_adapter.
     const i32* row_adapters = nullptr;
-    // Of a plan with recurrent states, for each sequence: the row of the states from which it starts, -1: zeros; and where its saves begin
-    // [num_sequences + 1], which are pairs: a number of its tokens, in rising order, and the row that gets the state after them.
+    // Of a plan with recurrent states, for each sequence: the row of the states from which it starts, -1: zeros; and where its
+    // saves begin [num_sequences + 1], which are pairs: a number of its tokens, in rising order, and the row that gets the state
+    // after them.
     const i32* state_sources = nullptr;
     const i32* save_starts = nullptr;
     const i32* saves = nullptr;
+    const BoundsRequest* bounds = nullptr;  // null: none
     // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
     // the embeddings there, and every other stage continues with the rows of the previous one, in place.
     float* rows = nullptr;

@@ -96,7 +96,7 @@ struct StepLatent : StepIndex {
         memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
         kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
         turn_first(l, cached, 1, l.head_dim, latent.is_interleaved, in.positions[row]);
-        if (l.has_indexer()) return kernels.attention->store_indexed(l.indexed_kv(), in.slots[row], cached, index_key(row));
+        if (l.attends_chosen()) return kernels.attention->store_indexed(l.indexed_kv(), in.slots[row], cached, l.has_indexer() ? index_key(row) : nullptr);
         store(l, row, 0, 1, cached, cached);
     }
 

@@ -1,5 +1,5 @@
-// Adapters within a step. Their first products are computed next to the packing of a linear layer's inputs, from the same rows, and
-// the second ones in the layer's epilogue: a step with adapters has as many barriers as one without.
+// Adapters within a step. Their first products are computed next to the packing of a linear layer's inputs, from the same rows,
+// and the second ones in the layer's epilogue: a step with adapters has as many barriers as one without.
 #pragma once
 #include <initializer_list>
 
@@ -23,7 +23,8 @@ struct LoraModules {
 inline LoraModules mixer_modules(const PlanLayer& l) {
     LoraModules found;
     found.layer = l.index;
-    for (size_t part = 0; l.mixer && part < l.mixer->in.size(); ++part) found.modules[found.count++] = static_cast<LoraModule>(static_cast<i32>(LoraModule::mix_in) + static_cast<i32>(part));
+    for (size_t part = 0; l.mixer && part < l.mixer->in.size(); ++part)
+        found.modules[found.count++] = static_cast<LoraModule>(static_cast<i32>(LoraModule::mix_in) + static_cast<i32>(part));
     return found;
 }
 
@@ -48,8 +49,8 @@ struct StepLora {
         return is_any ? static_cast<i64>(lora->tiles.size()) * read.count * (state.padded_rank / 16) : 0;
     }
 
-    // Compute an item of the first products of modules, from rows at `values`, `stride` apart: sixteen outputs of one module for a tile.
-    // Every sum is that of one row, in the same order: it does not depend on other rows.
+    // Compute an item of the first products of modules, from rows at `values`, `stride` apart: sixteen outputs of one module for
+    // a tile. Every sum is that of one row, in the same order: it does not depend on other rows.
     void shrink(const LinearTable& table, i64 item, const LoraModules& read, const float* values, i64 stride) const {
         const i64 num_panels = state.padded_rank / 16, module = item / num_panels % read.count;
         const i32 panel = static_cast<i32>(item % num_panels);
@@ -68,10 +69,12 @@ struct StepLora {
     // As num_items, shrink and sum, for the heads of a layer, each of which has inputs of its own, `step` values apart.
     i64 num_head_items(i32 layer, i32 num_heads, HeadModule module) const {
         bool is_any = false;
-        for (size_t i = 0; has_rows() && i < lora->used.size(); ++i) is_any = is_any || lora->used[i][state.head_index(layer, 0, module)].a != nullptr;
+        for (size_t i = 0; has_rows() && i < lora->used.size(); ++i)
+            is_any = is_any || lora->used[i][state.head_index(layer, 0, module)].a != nullptr;
         return is_any ? static_cast<i64>(lora->tiles.size()) * num_heads * (state.padded_rank / 16) : 0;
     }
-    void shrink_head(const LinearTable& table, i64 item, i32 layer, i32 num_heads, HeadModule module, const float* values, i64 stride, i64 step) const {
+    void shrink_head(const LinearTable& table, i64 item, i32 layer, i32 num_heads, HeadModule module, const float* values,
+        i64 stride, i64 step) const {
         const i64 num_panels = state.padded_rank / 16;
         const i32 panel = static_cast<i32>(item % num_panels), head = static_cast<i32>(item / num_panels % num_heads);
         const LoraTile& tile = lora->tiles[item / num_panels / num_heads];
@@ -85,20 +88,25 @@ struct StepLora {
         }
         table.shrink(*a, panel, tile.count, x, out);
     }
-    LowRankSum head_sum(i32 layer, i32 head, HeadModule module) const { return sum_of(state.head_index(layer, head, module), head_results(0, head), state.head_stride()); }
+    LowRankSum head_sum(i32 layer, i32 head, HeadModule module) const {
+        return sum_of(state.head_index(layer, head, module), head_results(0, head), state.head_stride());
+    }
 
     // The number of items of `shrink_expert`.
-    i64 num_expert_items(i32 num_modules) const { return static_cast<i64>(state.places.tiles.size()) * num_modules * (state.padded_rank / 16); }
+    i64 num_expert_items(i32 num_modules) const {
+        return static_cast<i64>(state.places.tiles.size()) * num_modules * (state.padded_rank / 16);
+    }
 
-    // As `shrink`, for modules [modules.first, modules.first + modules.count) of experts. values(place): the input of a place; num_valid of
-    // them stay valid at once.
+    // As `shrink`, for modules [modules.first, modules.first + modules.count) of experts. values(place): the input of a place;
+    // num_valid of them stay valid at once.
     struct ExpertModules {
         i32 first, count;
     };
-    template <class Values>
-    void shrink_expert(const LinearTable& table, i64 item, i32 layer, const i32* experts, ExpertModules modules, i32 num_valid, Values values) const {
+    template <class Values> void shrink_expert(const LinearTable& table, i64 item, i32 layer, const i32* experts,
+        ExpertModules modules, i32 num_valid, Values values) const {
         const i64 num_panels = state.padded_rank / 16, at = item / num_panels / modules.count;
-        const i32 panel = static_cast<i32>(item % num_panels), module = modules.first + static_cast<i32>(item / num_panels % modules.count);
+        const i32 panel = static_cast<i32>(item % num_panels),
+                  module = modules.first + static_cast<i32>(item / num_panels % modules.count);
         const LoraTile& tile = state.places.tiles[at];
         const Weight* const a = tile.weights[state.expert_index(layer, experts[state.places.tile_experts[at]], module)].a;
         if (a == nullptr || panel * 16 >= a->n) return;
@@ -138,7 +146,9 @@ private:
         found.stride = stride;
         return found;
     }
-    float* head_results(i64 row, i64 head) const { return reinterpret_cast<float*>(state.shrunk.data) + row * state.head_stride() + head * state.padded_rank; }
+    float* head_results(i64 row, i64 head) const {
+        return reinterpret_cast<float*>(state.shrunk.data) + row * state.head_stride() + head * state.padded_rank;
+    }
     float* results(i64 row, i64 module) const {
         return reinterpret_cast<float*>(state.shrunk.data) + row * state.stride() + module * state.padded_rank;
     }

@@ -1,5 +1,5 @@
-// Mixers with a recurrent state within a step: see Mixer in plan.h. Ranks have heads, or channels, of their own: their results are gathered
-// before the last projection, as those of attention.
+// Mixers with a recurrent state within a step: see Mixer in plan.h. Ranks have heads, or channels, of their own: their results
+// are gathered before the last projection, as those of attention.
 #pragma once
 #include <string.h>
 
@@ -14,7 +14,9 @@ namespace quire {
 static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 struct StepMixer : StepStreams {
-    float* mix_in(const Mixer& m, i64 row, size_t part) const { return plan.mix_in_ + row * row_stride(plan.mix_in_size_) + m.offsets[part]; }
+    float* mix_in(const Mixer& m, i64 row, size_t part) const {
+        return plan.mix_in_ + row * row_stride(plan.mix_in_size_) + m.offsets[part];
+    }
     float* mix_conv(i64 row) const { return plan.mix_conv_ + row * row_stride(plan.mix_conv_size_); }
     float* mix_low(i64 row) const { return plan.mix_low_ + row * row_stride(plan.mix_low_size_); }
     float* mix_shared(i64 row) const { return plan.mix_shared_ + row * row_stride(plan.mix_shared_size_); }
@@ -24,7 +26,8 @@ struct StepMixer : StepStreams {
         const Mixer& m = *l.mixer;
         if (worker.rank == 0) place_saves(m);
         project_in(l, m);
-        if (m.kind == MixerKind::short_conv) each(num_rows, [&](i64 row) { multiply(mix_in(m, row, 0), mix_in(m, row, 2), m.values()); });
+        if (m.kind == MixerKind::short_conv)
+            each(num_rows, [&](i64 row) { multiply(mix_in(m, row, 0), mix_in(m, row, 2), m.values()); });
         convolve(m);
         switch (m.kind) {
             case MixerKind::delta: prepare_delta(m); break;
@@ -56,7 +59,9 @@ private:
     }
 
     // This rank's values of a half of the shared rows are written.
-    void share(const Mixer& m, i32 first) { wrote(mix_shared(0) + first + m.first_value, num_rows, row_stride(plan.mix_shared_size_), m.values()); }
+    void share(const Mixer& m, i32 first) {
+        wrote(mix_shared(0) + first + m.first_value, num_rows, row_stride(plan.mix_shared_size_), m.values());
+    }
 
     void place_saves(const Mixer& m) {
         const i32 count = in.save_starts[in.batch.num_sequences];
@@ -76,12 +81,14 @@ private:
         LinearJob jobs[MAX_PARTS];
         for (size_t part = 0; part < m.in.size(); ++part) {
             inputs[part] = packed(l.mixer_site(), m.in_forms[part], num_rows);
-            jobs[part] = adapted(job(*m.in[part], inputs[part], Finish::store, mix_in(m, 0, part), row_stride(plan.mix_in_size_)), sums[static_cast<i32>(part)]);
+            jobs[part] = adapted(job(*m.in[part], inputs[part], Finish::store, mix_in(m, 0, part), row_stride(plan.mix_in_size_)),
+                sums[static_cast<i32>(part)]);
         }
         run(jobs, static_cast<i32>(m.in.size()));
         if (!m.part_scales.empty()) {
             each(num_rows, [&](i64 row) {
-                for (size_t part = 0; part < m.in.size(); ++part) kernels.elementwise->scale_and_cap(mix_in(m, row, part), m.in[part]->weight.n, m.part_scales[part], 0.0f);
+                for (size_t part = 0; part < m.in.size(); ++part)
+                    kernels.elementwise->scale_and_cap(mix_in(m, row, part), m.in[part]->weight.n, m.part_scales[part], 0.0f);
             });
         }
         if (m.low_z) project_low(m, m.low_z_site, *m.low_z, {l.index, {LoraModule::mix_low_z}}, 3, 0);
@@ -89,11 +96,13 @@ private:
     }
 
     // The second projection of a part of the inputs, into the low rows from `first` on.
-    void project_low(const Mixer& m, const Site& site, const NativeWeight& weight, const LoraModules& read, size_t part, i32 first) {
+    void project_low(
+        const Mixer& m, const Site& site, const NativeWeight& weight, const LoraModules& read, size_t part, i32 first) {
         pack_all(site, mix_in(m, 0, part), row_stride(plan.mix_in_size_), read);
         const LoraSums sums(lora, read);
         const Packed input = packed(site, 0, num_rows);
-        const LinearJob one = adapted(job(weight, input, Finish::store, plan.mix_low_ + first, row_stride(plan.mix_low_size_)), sums[0]);
+        const LinearJob one =
+            adapted(job(weight, input, Finish::store, plan.mix_low_ + first, row_stride(plan.mix_low_size_)), sums[0]);
         run(&one, 1);
     }
 
@@ -112,9 +121,11 @@ private:
         const i64 blocks = ceil_div(channels, CONV_CHANNELS);
         each(in.batch.num_sequences * blocks, [&](i64 item) {
             const i64 s = item / blocks;
-            const i32 first = static_cast<i32>(item % blocks) * CONV_CHANNELS, begin = in.batch.query_starts[s], source = in.state_sources[s], saved = in.save_starts[s];
+            const i32 first = static_cast<i32>(item % blocks) * CONV_CHANNELS, begin = in.batch.query_starts[s],
+                      source = in.state_sources[s], saved = in.save_starts[s];
             const u8* const from = source < 0 ? nullptr : m.conv_states + source * m.conv_bytes();
-            const ConvRun one = {begin, in.batch.query_starts[s + 1] - begin, from, plan.conv_saves_.data() + saved, in.save_starts[s + 1] - saved};
+            const ConvRun one = {begin, in.batch.query_starts[s + 1] - begin, from, plan.conv_saves_.data() + saved,
+                in.save_starts[s + 1] - saved};
             kernels.recurrence->convolve(conv, one, first, std::min(CONV_CHANNELS, channels - first));
         });
     }
@@ -122,17 +133,17 @@ private:
     void recur(const Mixer& m) {
         const Decay kind = m.kind == MixerKind::mamba1 ? Decay::channel : m.low_a ? Decay::row : Decay::head;
         const bool is_delta = m.kind == MixerKind::delta;
-        const RecurrenceJob recurrence = {m.k_heads,    m.v_heads,        m.k_dim,
-                                          m.v_dim,      kind,             plan.mix_q_,
-                                          plan.mix_k_,  plan.mix_v_,      plan.mix_decay_,
-                                          kind == Decay::channel ? m.rates.data() : nullptr, is_delta ? plan.mix_beta_ : nullptr, plan.mix_out_};
+        const RecurrenceJob recurrence = {m.k_heads, m.v_heads, m.k_dim, m.v_dim, kind, plan.mix_q_, plan.mix_k_, plan.mix_v_,
+            plan.mix_decay_, kind == Decay::channel ? m.rates.data() : nullptr, is_delta ? plan.mix_beta_ : nullptr,
+            plan.mix_out_};
         const i64 tiles = ceil_div(m.v_dim, STATE_COLUMNS);
         each(in.batch.num_sequences * m.v_heads * tiles, [&](i64 item) {
             const i32 first = static_cast<i32>(item % tiles) * STATE_COLUMNS, head = static_cast<i32>(item / tiles % m.v_heads);
             const i64 s = item / tiles / m.v_heads;
             const i32 begin = in.batch.query_starts[s], source = in.state_sources[s], saved = in.save_starts[s];
             const float* const from = source < 0 ? nullptr : m.states + source * m.state_size();
-            const RecurrenceRun one = {begin, in.batch.query_starts[s + 1] - begin, from, plan.state_saves_.data() + saved, in.save_starts[s + 1] - saved};
+            const RecurrenceRun one = {begin, in.batch.query_starts[s + 1] - begin, from, plan.state_saves_.data() + saved,
+                in.save_starts[s + 1] - saved};
             kernels.recurrence->run(recurrence, one, head, first, std::min(STATE_COLUMNS, m.v_dim - first));
         });
     }
@@ -149,10 +160,12 @@ private:
             kernels.elementwise->turn_heads(&m.q_norm.job, q, m.k_heads, m.k_dim, nullptr, nullptr, 0);
             kernels.elementwise->turn_heads(&m.k_norm.job, k, m.k_heads, m.k_dim, nullptr, nullptr, 0);
             const float* const b = mix_in(m, row, 4);
-            for (i32 head = 0; head < m.v_heads; ++head) plan.mix_beta_[row * m.v_heads + head] = m.write_scale / (1.0f + std::exp(-b[head]));
+            for (i32 head = 0; head < m.v_heads; ++head)
+                plan.mix_beta_[row * m.v_heads + head] = m.write_scale / (1.0f + std::exp(-b[head]));
             const float* const a = m.low_a ? mix_low(row) + values : mix_in(m, row, 5);
             const i32 per_head = decays / m.v_heads;
-            for (i32 i = 0; i < decays; ++i) plan.mix_decay_[row * decays + i] = std::exp(m.rates[i / per_head] * softplus(a[i] + m.step[i]));
+            for (i32 i = 0; i < decays; ++i)
+                plan.mix_decay_[row * decays + i] = std::exp(m.rates[i / per_head] * softplus(a[i] + m.step[i]));
         });
     }
 
@@ -215,7 +228,8 @@ private:
     // A row's outputs of this rank, gated and, where a norm is of one head, normed.
     void finish_row(const Mixer& m, i64 row) const {
         const i32 values = m.values();
-        float *const to = mix_shared(row) + m.first_value, *const y = plan.mix_out_ + row * values, *const convolved = mix_conv(row);
+        float *const to = mix_shared(row) + m.first_value, *const y = plan.mix_out_ + row * values,
+                     *const convolved = mix_conv(row);
         switch (m.kind) {
             case MixerKind::short_conv:
                 memcpy(to, mix_in(m, row, 1), sizeof(float) * values);
@@ -230,7 +244,8 @@ private:
                 return kernels.elementwise->activate(Activation::silu, to, y, values);
             case MixerKind::mamba2:
                 for (i32 head = 0; head < m.v_heads; ++head)
-                    kernels.elementwise->add_scaled(y + static_cast<i64>(head) * m.v_dim, convolved + static_cast<i64>(head) * m.v_dim, m.skip[head], m.v_dim);
+                    kernels.elementwise->add_scaled(y + static_cast<i64>(head) * m.v_dim,
+                        convolved + static_cast<i64>(head) * m.v_dim, m.skip[head], m.v_dim);
                 if (m.has_group_norm() && !m.is_gate_first) {
                     memcpy(to, y, sizeof(float) * values);
                     memcpy(to + m.total_values, mix_in(m, row, 3), sizeof(float) * values);

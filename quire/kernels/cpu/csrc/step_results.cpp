@@ -59,7 +59,7 @@ void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_window
     for (const std::shared_ptr<PlanLayer>& layer : layers_) {
         const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank / std::max(group_.home_size, 1) * num_slots;
         for (i32 i = 0; layer->k && layer->is_windowed == is_windowed && i < count; ++i) {
-            if (layer->has_indexer())
+            if (layer->attends_chosen())
                 kernels_used->attention->move_indexed(layer->indexed_kv(), from[i], to[i]);
             else if (!has_homes())
                 kernels_used->attention->move(layer->kv, from[i], to[i]);
@@ -67,6 +67,42 @@ void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_window
                 kernels_used->attention->move(layer->kv, from[i] - first, to[i] - first);
         }
     }
+}
+
+void Plan::begin_bounds(const StepInput& input) {
+    step_bounds_.clear();
+    if (input.bounds == nullptr || input.bounds->keys.empty()) return;
+    const BoundsRequest& asked = *input.bounds;
+    const size_t count = static_cast<size_t>(input.batch.num_sequences);
+    if (asked.keys.size() != count || asked.firsts.size() != count || asked.gaps.size() != count || has_homes() || has_context() || divides_rows())
+        throw std::invalid_argument("bounds are given for each sequence, whose keys are all on this rank");
+    constexpr i32 chunk_runs = CONTEXT_CHUNK / RUN;
+    step_bounds_.resize(count);
+    for (size_t s = 0; s < count; ++s) {
+        if (asked.keys[s] == 0) continue;
+        SequenceBounds& kept = bounds_[asked.keys[s]];
+        const i32 num_runs = std::max(kept.num_runs, (input.batch.context_lens[s] - NEAR_TOKENS) / RUN);
+        kept.values.resize(layers_.size());
+        kept.layers.resize(layers_.size());
+        for (size_t i = 0; i < layers_.size(); ++i) {
+            const PlanLayer& l = *layers_[i];
+            if (!l.has_attention() || l.window > 0) continue;
+            const size_t size = static_cast<size_t>(ceil_div(num_runs, chunk_runs)) * l.kv.kv_heads * l.kv.head_dim * 2 * chunk_runs;
+            if (kept.values[i].size() < size) kept.values[i].resize(size);
+            kept.layers[i] = kept.values[i].data();
+        }
+        step_bounds_[s] = {asked.firsts[s], asked.gaps[s], kept.num_runs, num_runs, kept.layers.data()};
+    }
+}
+
+void Plan::keep_bounds(const StepInput& input) {
+    for (size_t s = 0; s < step_bounds_.size(); ++s)
+        if (step_bounds_[s].layers != nullptr) bounds_[input.bounds->keys[s]].num_runs = step_bounds_[s].num_runs;
+}
+
+void Plan::forget_bounds(const std::vector<i64>& keys) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    for (const i64 key : keys) bounds_.erase(key);
 }
 
 }  // namespace quire

@@ -14,8 +14,8 @@ constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 // Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
 static inline bool are_alike(const Weight& a, const Weight& b) {
     return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group && a.block == b.block &&
-           (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
-           memcmp(a.table, b.table, sizeof(a.table)) == 0;
+        (a.group_scales == nullptr) == (b.group_scales == nullptr) &&
+        (a.group_offsets == nullptr) == (b.group_offsets == nullptr) && memcmp(a.table, b.table, sizeof(a.table)) == 0;
 }
 
 // One thread's state of a step: see Stepper.
@@ -35,7 +35,9 @@ struct StepRows {
     }
 
     // Rows that one thread packs: those of a tile, whose words are adjacent, if there are enough tiles.
-    i64 pack_grain(const Site& site) const { return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1; }
+    i64 pack_grain(const Site& site) const {
+        return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1;
+    }
 
     // Where the keys and values of each token of the step are stored.
     const i64* slots_of(const PlanLayer& l) const { return l.is_windowed ? in.window_slots : in.slots; }
@@ -57,8 +59,8 @@ struct StepRows {
     }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
-    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. Every thread packs a single
-    // row for itself: that is faster than waiting for another thread and reading its result.
+    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. Every thread packs a
+    // single row for itself: that is faster than waiting for another thread and reading its result.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
         i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
         i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;
@@ -87,11 +89,12 @@ struct StepRows {
 
     void pack(const Site& site, i64 row, const float* values) const {
         for (size_t f = 0; f < site.forms.size(); ++f)
-            kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
+            kernels.linear->pack_row(
+                packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
     }
 
-    // Pack all rows, with a barrier, and compute the first products of the adapters of modules that read them. The words of a tile's
-    // rows are adjacent: few rows are divided by inputs, so that no two threads write to one line.
+    // Pack all rows, with a barrier, and compute the first products of the adapters of modules that read them. The words of a
+    // tile's rows are adjacent: few rows are divided by inputs, so that no two threads write to one line.
     void pack_all(const Site& site, const float* values, i64 stride, const LoraModules& read = {}) {
         const i64 num_products = lora.num_items(read);
         const auto product = [&](i64 item) { lora.shrink(*kernels.linear, item, read, values, stride); };
@@ -106,9 +109,11 @@ struct StepRows {
             each(num_products + (num_rows + rows - 1) / rows, [&](i64 item) {
                 const i64 tile = item - num_products;
                 if (tile < 0) return product(item);
-                const i32 first = static_cast<i32>(tile * rows), count = num_rows - first < rows ? num_rows - first : static_cast<i32>(rows);
+                const i32 first = static_cast<i32>(tile * rows),
+                          count = num_rows - first < rows ? num_rows - first : static_cast<i32>(rows);
                 for (size_t f = 0; f < site.forms.size(); ++f)
-                    kernels.linear->pack_rows(packed(site, static_cast<i32>(f), num_rows), first, count, values + first * stride, stride, 0, site.forms[f].k);
+                    kernels.linear->pack_rows(packed(site, static_cast<i32>(f), num_rows), first, count, values + first * stride,
+                        stride, 0, site.forms[f].k);
             });
             return;
         }
@@ -124,11 +129,11 @@ struct StepRows {
         });
     }
 
-    // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_;
-    // output_scale: of the residual after that; read: see pack_all.
-    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept, float output_scale = 1.0f,
-                       const LoraModules& read = {}) {
+    // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads
+    // (none: -1). One row is normed by every thread for itself, unless others read it from normed_. before: of a result that
+    // waits in extra_; output_scale: of the residual after that; read: see pack_all.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept,
+        float output_scale = 1.0f, const LoraModules& read = {}) {
         const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr;
         if (!is_own || has_before) {
             each(num_rows, [&](i64 row) {
@@ -143,7 +148,8 @@ struct StepRows {
         pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride(), read);
     }
 
-    // Norm every row into normed_ and pack it, and let a result that waits in extra_ join the residual after that: blocks side by side.
+    // Norm every row into normed_ and pack it, and let a result that waits in extra_ join the residual after that: blocks side by
+    // side.
     void norm_and_pack_beside(const Site& site, const Norm& norm, const Norm& before, float scale, const LoraModules& read) {
         each(num_rows, [&](i64 row) {
             norm_row(norm, row, plan.normed_ + row * hidden_stride());
@@ -152,7 +158,8 @@ struct StepRows {
         pack_all(site, plan.normed_, hidden_stride(), read);
     }
 
-    LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
+    LinearJob job(
+        const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
         LinearJob j;
         j.weight = &weight.weight;
         j.input = &input;
@@ -191,18 +198,29 @@ struct StepRows {
             if (kept[i] == layer) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // The norm of a result that waits in extra_, where a norm comes between or other ranks have parts of it; null where the result
-    // has joined the residual already.
-    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present || l.is_parallel || l.is_mixed() ? &l.attn_out : nullptr; }
-    const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
+    // The norm of a result that waits in extra_, where a norm comes between or other ranks have parts of it; null where the
+    // result has joined the residual already.
+    const Norm* waiting_attention(const PlanLayer& l) const {
+        return plan.is_sharded() || l.attn_out.is_present || l.is_parallel || l.is_mixed() ? &l.attn_out : nullptr;
+    }
+    const Norm* waiting_mlp(const PlanLayer& l) const {
+        return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr;
+    }
 
-    const Norm* waiting_mixer(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present ? &l.attn_out : nullptr; }
+    const Norm* waiting_mixer(const PlanLayer& l) const {
+        return plan.is_sharded() || l.attn_out.is_present ? &l.attn_out : nullptr;
+    }
 
     // The same of attention and the mixer together.
     const Norm* waiting_mixing(const PlanLayer& l) const { return l.mixer ? waiting_mixer(l) : waiting_attention(l); }
 
     // The same of the last result of a layer; several residual streams have taken it up.
-    const Norm* waiting_last(const PlanLayer& l) const { return l.has_streams() ? nullptr : !l.has_mlp() ? waiting_mixing(l) : l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
+    const Norm* waiting_last(const PlanLayer& l) const {
+        return l.has_streams() ? nullptr
+            : !l.has_mlp()     ? waiting_mixing(l)
+            : l.per_layer_gate ? &l.per_layer_norm
+                               : waiting_mlp(l);
+    }
 
     // A block's result joins the residual. extra_ is not changed: other ranks read it.
     void add_result(const Norm& norm, float scale, i64 row, float output_scale = 1.0f) const {
@@ -218,8 +236,10 @@ struct StepRows {
             memcpy(to, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // A linear layer whose result times a factor is added to the residual, or goes to extra_ where it waits. sum: what adapters add.
-    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting, const LowRankSum* sum, float factor) {
+    // A linear layer whose result times a factor is added to the residual, or goes to extra_ where it waits. sum: what adapters
+    // add.
+    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting,
+        const LowRankSum* sum, float factor) {
         LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
                                                : job(weight, input, Finish::add, plan.x_, hidden_stride(), factor);
         j.low_rank = sum;

@@ -37,10 +37,14 @@ static inline void cut_gate(float* values, i64 n, float quantile) {
 struct StepStreams : StepEntry {
     // Streams keep the rows of all tokens, also where only those that are wanted are left.
     i64 token_of(i64 row, bool has_wanted) const { return has_wanted ? in.wanted_rows[row] : row; }
-    float* stream(i64 token, i32 index) const { return plan.stream_rows_ + (token * plan.streams_.count + index) * hidden_stride(); }
+    float* stream(i64 token, i32 index) const {
+        return plan.stream_rows_ + (token * plan.streams_.count + index) * hidden_stride();
+    }
 
     // What a stream is multiplied by to be as large as another one.
-    float size_ratio(const float* x, float wanted) const { return std::sqrt(wanted) / std::sqrt(std::max(mean_square(x, plan.hidden_), 1e-5f)); }
+    float size_ratio(const float* x, float wanted) const {
+        return std::sqrt(wanted) / std::sqrt(std::max(mean_square(x, plan.hidden_), 1e-5f));
+    }
 
     // Make all streams of the embeddings.
     void split_streams() {
@@ -48,14 +52,16 @@ struct StepStreams : StepEntry {
         pack_all(streams.split_site, plan.x_, hidden_stride());
         for (i32 index = 1; index < streams.count; ++index) {
             const Packed input = packed(streams.split_site, streams.split_forms[index - 1], num_rows);
-            const LinearJob split = job(*streams.split[index - 1], input, Finish::store, stream(0, index), streams.count * hidden_stride());
+            const LinearJob split =
+                job(*streams.split[index - 1], input, Finish::store, stream(0, index), streams.count * hidden_stride());
             run(&split, 1);
         }
         each(num_rows, [&](i64 row) {
             const float wanted = mean_square(x(row), plan.hidden_);
             memcpy(stream(row, 0), x(row), sizeof(float) * plan.hidden_);
             for (i32 index = 1; index < streams.count; ++index)
-                kernels.elementwise->scale_and_cap(stream(row, index), plan.hidden_, size_ratio(stream(row, index), wanted), 0.0f);
+                kernels.elementwise->scale_and_cap(
+                    stream(row, index), plan.hidden_, size_ratio(stream(row, index), wanted), 0.0f);
         });
     }
 
@@ -64,7 +70,10 @@ struct StepStreams : StepEntry {
         const Plan::Streams& streams = plan.streams_;
         each(num_rows, [&](i64 row) { memcpy(x(row), stream(token_of(row, has_wanted), 0), sizeof(float) * plan.hidden_); });
         for (i32 index = 1; index < streams.count; ++index) {
-            each(num_rows, [&](i64 row) { memcpy(plan.normed_ + row * hidden_stride(), stream(token_of(row, has_wanted), index), sizeof(float) * plan.hidden_); });
+            each(num_rows, [&](i64 row) {
+                memcpy(
+                    plan.normed_ + row * hidden_stride(), stream(token_of(row, has_wanted), index), sizeof(float) * plan.hidden_);
+            });
             pack_all(streams.join_site, plan.normed_, hidden_stride());
             const Packed input = packed(streams.join_site, streams.join_forms[index - 1], num_rows);
             const LinearJob join = job(*streams.join[index - 1], input, Finish::store, plan.extra_, hidden_stride());
@@ -74,7 +83,9 @@ struct StepStreams : StepEntry {
                 kernels.elementwise->add_scaled(x(row), extra(row), size_ratio(extra(row), wanted), plan.hidden_);
             });
         }
-        each(num_rows, [&](i64 row) { kernels.elementwise->scale_and_cap(x(row), plan.hidden_, 1.0f / static_cast<float>(streams.count), 0.0f); });
+        each(num_rows, [&](i64 row) {
+            kernels.elementwise->scale_and_cap(x(row), plan.hidden_, 1.0f / static_cast<float>(streams.count), 0.0f);
+        });
     }
 
     // Compute the products of the layer's router with rows of x_.
@@ -112,7 +123,8 @@ struct StepStreams : StepEntry {
             memcpy(own, stream(row, 0), sizeof(float) * count * hidden_stride());
             for (i32 to = 0; to < count; ++to)
                 for (i32 from = 0; from < count; ++from)
-                    kernels.elementwise->add_scaled(own + to * hidden_stride(), stream(row, from), coefficient(&l.streams.predict[(to * count + from) * count], routes), plan.hidden_);
+                    kernels.elementwise->add_scaled(own + to * hidden_stride(), stream(row, from),
+                        coefficient(&l.streams.predict[(to * count + from) * count], routes), plan.hidden_);
             memcpy(stream(row, 0), own, sizeof(float) * count * hidden_stride());
             memcpy(x(row), stream(row, active), sizeof(float) * plan.hidden_);
         });
@@ -142,7 +154,8 @@ struct StepStreams : StepEntry {
     void add_laurel(const PlanLayer& l, bool has_wanted) {
         each(num_rows, [&](i64 row) {
             add_result(l.attn_out, l.residual_scale, row);
-            kernels.elementwise->add_scaled(x(row), plan.laurels_ + token_of(row, has_wanted) * hidden_stride(), 1.0f, plan.hidden_);
+            kernels.elementwise->add_scaled(
+                x(row), plan.laurels_ + token_of(row, has_wanted) * hidden_stride(), 1.0f, plan.hidden_);
             kernels.elementwise->scale_and_cap(x(row), plan.hidden_, std::sqrt(0.5f), 0.0f);
         });
     }
@@ -159,14 +172,16 @@ struct StepStreams : StepEntry {
             memcpy(change, x(row), sizeof(float) * plan.hidden_);
             kernels.elementwise->add_scaled(change, active, -1.0f, plan.hidden_);
             for (i32 to = 0; to < count; ++to)
-                kernels.elementwise->add_scaled(stream(token, to), change, coefficient(&l.streams.correct[to * count], routes) + 1.0f, plan.hidden_);
+                kernels.elementwise->add_scaled(
+                    stream(token, to), change, coefficient(&l.streams.correct[to * count], routes) + 1.0f, plan.hidden_);
             memcpy(x(row), active, sizeof(float) * plan.hidden_);
             for (size_t i = 0; i < l.streams.scale.size(); ++i) x(row)[i] *= l.streams.scale[i];
         });
         add_per_layer(l, has_wanted);
         each(num_rows, [&](i64 row) {
             kernels.elementwise->norm(l.per_layer_norm.job, extra(row), own_row());
-            for (i32 to = 1; to < count; ++to) kernels.elementwise->add_scaled(stream(token_of(row, has_wanted), to), own_row(), 1.0f, plan.hidden_);
+            for (i32 to = 1; to < count; ++to)
+                kernels.elementwise->add_scaled(stream(token_of(row, has_wanted), to), own_row(), 1.0f, plan.hidden_);
         });
     }
 };

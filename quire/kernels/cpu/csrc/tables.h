@@ -16,8 +16,8 @@ namespace quire {
 struct LinearTable {
     // Rows of a tile for m rows of an input of this kind.
     i32 (*tile_rows)(Format kind, i32 m);
-    // Write inputs [begin, end) of row `row` of a packed input from its k f32 values (before `columns`); both are multiples of 16 and
-    // of the input group, or end is k.
+    // Write inputs [begin, end) of row `row` of a packed input from its k f32 values (before `columns`); both are multiples of 16
+    // and of the input group, or end is k.
     void (*pack_row)(const Packed& packed, i32 row, const float* values, i32 begin, i32 end);
     // The same for `count` rows from `first` on, whose values lie `stride` apart.
     void (*pack_rows)(const Packed& packed, i32 first, i32 count, const float* values, i64 stride, i32 begin, i32 end);

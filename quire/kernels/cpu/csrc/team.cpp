@@ -80,11 +80,13 @@ Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) 
     u64 word = __atomic_load_n(shared, __ATOMIC_RELAXED);
     for (;;) {
         const bool is_current = word >> (2 * COUNT_BITS) == phase;
-        const i64 front = is_current ? static_cast<i64>(word >> COUNT_BITS & MAX_COUNT) : 0, back = is_current ? static_cast<i64>(word & MAX_COUNT) : 0;
+        const i64 front = is_current ? static_cast<i64>(word >> COUNT_BITS & MAX_COUNT) : 0,
+                  back = is_current ? static_cast<i64>(word & MAX_COUNT) : 0;
         const i64 left = end - start - front - back;
         if (left <= 0) return {0, 0};
         const i64 half = (left + 1) / 2, taken = half < most ? half : most;
-        const u64 new_front = static_cast<u64>(front + (is_front ? taken : 0)), new_back = static_cast<u64>(back + (is_front ? 0 : taken));
+        const u64 new_front = static_cast<u64>(front + (is_front ? taken : 0)),
+                  new_back = static_cast<u64>(back + (is_front ? 0 : taken));
         const u64 now = phase << (2 * COUNT_BITS) | new_front << COUNT_BITS | new_back;
         if (!__atomic_compare_exchange_n(shared, &word, now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
         return is_front ? Range{start + front, start + front + taken} : Range{end - back - taken, end - back};
@@ -104,7 +106,8 @@ Range next_of_share(Worker& worker, i64 count, i64 most) {
     // From 1: only words from which nothing was taken have phase 0.
     const u64 phase = (__atomic_load_n(&team.phase, __ATOMIC_RELAXED) + u64{1}) & ((u64{1} << (64 - 2 * COUNT_BITS)) - 1);
     Range range = take(team, phase, worker.rank, count, most, true);
-    for (int i = 1; i < team.size && range.first == range.last; ++i) range = take(team, phase, (worker.rank + i) % team.size, count, most, false);
+    for (int i = 1; i < team.size && range.first == range.last; ++i)
+        range = take(team, phase, (worker.rank + i) % team.size, count, most, false);
     return range;
 }
 
@@ -162,7 +165,8 @@ struct BoundThread {
 
 thread_local BoundThread bound_thread;
 
-// Threads of the pool stay bound. The caller's own thread gets its cores back after a run: threads that it starts would inherit them.
+// Threads of the pool stay bound. The caller's own thread gets its cores back after a run: threads that it starts would inherit
+// them.
 void bind_worker(const Binding& binding, int rank) {
     BoundThread& own = bound_thread;
     if (rank != 0 && own.number == binding.number && own.rank == rank) return;

@@ -26,12 +26,12 @@ struct Range {
 };
 
 // Return some of `count` items for this thread, none when all are taken: each item once between two barriers. Every thread has a
-// contiguous share, which it takes from the front, and then what is left of others' from their ends. At most `most` at a time, and
-// fewer if little is left, so that all threads end together; a single thread gets all. A share has less than 2^22 items.
+// contiguous share, which it takes from the front, and then what is left of others' from their ends. At most `most` at a time,
+// and fewer if little is left, so that all threads end together; a single thread gets all. A share has less than 2^22 items.
 Range next_of_share(Worker& worker, i64 count, i64 most);
 
-// Call body(item) for every item, shared by the threads of a team, and wait for all. A thread has the same share every time, so its
-// earlier writes are in its caches.
+// Call body(item) for every item, shared by the threads of a team, and wait for all. A thread has the same share every time, so
+// its earlier writes are in its caches.
 template <class Body>
 static inline void each_item(Worker& worker, i64 count, Body body) {
     for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
@@ -43,8 +43,8 @@ static inline void each_item(Worker& worker, i64 count, Body body) {
 // the callers' setting is restored.
 void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);
 
-// Memory of the calling thread, of at least this many bytes, kept until the thread ends; its content is lost when it grows. Null if
-// there is none.
+// Memory of the calling thread, of at least this many bytes, kept until the thread ends; its content is lost when it grows. Null
+// if there is none.
 u8* thread_scratch(i64 bytes);
 
 // The contiguous share of thread `rank` of `count` items: [share_start, share_start of rank + 1).

@@ -25,14 +25,14 @@ class CheckedScheduler(Scheduler):
         self.writes: dict[int, set[int]] = {}
         self.num_ahead = 0
         self.num_refused_ahead = 0
-        reuse = self.kv.pool._on_reuse
+        reuse = self.kv.pool.on_reuse
 
         def check(block_id):
             for plan in self.in_flight:
                 assert block_id not in self.writes[plan.step_id], f"step {plan.step_id} may still write block {block_id}"
             reuse(block_id)
 
-        self.kv.pool._on_reuse = check
+        self.kv.pool.on_reuse = check
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         plan = super().schedule(now)

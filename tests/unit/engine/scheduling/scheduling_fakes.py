@@ -85,7 +85,7 @@ class FakeWorker:
         self.next_step_id += 1
         self.plans.append(plan)
         self._apply(plan)
-        self._move_pages(plan)
+        self.move_pages(plan)
         for start in plan.starts:
             self._read_state(start, self.rows[start.sequence_id])
         self._copy(plan)
@@ -206,7 +206,7 @@ class FakeWorker:
                 slots.append(slot)
         assert len(set(slots)) == len(slots), "two states are kept in one slot"
 
-    def _move_pages(self, plan: StepPlan) -> None:
+    def move_pages(self, plan: StepPlan) -> None:
         targets = {block_id for _, block_id in plan.page_loads}
         assert len(targets) == len(plan.page_loads)
         assert len({slot for _, slot in plan.page_saves}) == len(plan.page_saves)
@@ -394,9 +394,9 @@ class LatePages(FakeWorker):
         self.late = [move for move in self.late if move.step_id != step_id]
         self._lost += moved_steps
 
-    def _move_pages(self, plan: StepPlan) -> None:
+    def move_pages(self, plan: StepPlan) -> None:
         if not self.is_late:
-            super()._move_pages(plan)
+            super().move_pages(plan)
             return
         move = LateMove(plan.step_id, {}, {block_id: slot for slot, block_id in plan.page_loads})
         self._use(block_id for block_id, _ in plan.page_saves)

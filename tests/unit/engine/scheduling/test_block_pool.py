@@ -89,7 +89,7 @@ def test_taking_a_block_back_touches_its_neighbours_alone():
     """O(1) whatever the size of the pool: after a share, only the two neighbours of the block have other links."""
 
     def links(pool):
-        return [(block.prev, block.next) for block in pool._blocks]
+        return [(block.prev, block.next) for block in pool.blocks]
 
     pool = BlockPool(1000)
     before = links(pool)

@@ -368,7 +368,12 @@ def test_slot_is_never_taken_while_it_is_pinned():
     tier.take_moves(0)
     tier.end_moves(0)
     tier.pin(tier.match([100, 101]))
-    assert not tier.save(BlockId(2), 102)
+    for _ in range(2):
+        assert not tier.save(BlockId(2), 102)
+        assert not tier.save_all([(BlockId(2), 102)])
+    assert not tier.retain(102, BlockId(2), 60.0)
+    assert tier.stats.num_not_saved == 0  # the pool still has it
+    tier.offer(BlockId(2), 102, is_reused=True, is_recomputed=False)
     assert tier.stats.num_not_saved == 1
     tier.unpin(tier.match([100]))
     assert tier.save(BlockId(2), 102)

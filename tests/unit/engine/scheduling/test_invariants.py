@@ -89,7 +89,7 @@ def break_status(scheduler):
 
 
 def break_links(scheduler):
-    block = scheduler.kv.pool._ends[0][0].next
+    block = scheduler.kv.pool.blocks[next(scheduler.kv.pool.iter_free())]
     block.next.prev = block.prev
 
 

@@ -101,19 +101,13 @@ class Cache:
         """Return what the cache holds for a sequence, keys and values [L, K, D] f64, read by the documented layout."""
         s = self.setup
         runs = (-1, s.kv_heads, s.block_size // 16)
-        if s.is_joined:
-            apart = Cache(replace(s, is_joined=False), [1])
-            apart.keys = apart.values = self.keys
-            apart.key_scales = apart.value_scales = self.key_scales
-            apart.slots = self.slots
-            return (apart.stored(index)[0],) * 2
         if s.is_quantised:
             (keys, key_scales), (values, value_scales) = self.codes(index)
             keys, values = (
                 dequantize(codes, scales.double(), code)
                 for codes, scales, code in zip((keys, values), (key_scales, value_scales), CODES[s.cache], strict=True)
             )
-            return keys.double(), values.double()
+            return keys.double(), (keys if s.is_joined else values).double()
         keys, values = self.keys.double(), self.values.double()
         if s.cache == "bf16":
             keys = keys.view(*runs, s.head_dim // 2, 16, 2).transpose(-2, -3).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
@@ -121,7 +115,7 @@ class Cache:
         else:
             keys = keys.view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
         blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
-        return keys[blocks, :, offsets], values[blocks, :, offsets]
+        return keys[blocks, :, offsets], (keys if s.is_joined else values)[blocks, :, offsets]
 
     def codes(self, index):
         """Return the codes [L, K, D] and the scales [L, K] of a sequence, of keys and of values, by the documented layout."""
@@ -248,6 +242,7 @@ SETUPS = {
 ROWS = [(0, 1, 1), (1, 700, 1), (2, 83, 83), (3, 530, 41), (4, 16, 16), (5, 257, 2), (6, 512, 1)]
 LENGTHS = [1, 700, 83, 530, 16, 257, 512]
 NAMES = pytest.mark.parametrize("name", SETUPS)
+JOINED = [name for name, setup in SETUPS.items() if setup.is_joined]
 EACH_ISA = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -338,7 +333,7 @@ def test_a_row_is_the_same_bits_when_alone_chunked_or_batched_on_any_threads(nam
 
 
 @EACH_ISA
-@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.is_joined])
+@pytest.mark.parametrize("name", JOINED)
 def test_rows_that_are_key_and_value_give_the_bits_of_both_apart(name, isa):
     joined = Cache(SETUPS[name], LENGTHS, isa=isa)
     apart = Cache(replace(SETUPS[name], is_joined=False), LENGTHS, isa=isa)
@@ -461,21 +456,6 @@ def test_every_code_of_float8_is_stored_and_read_as_torch_does(isa):
     assert torch.equal(attend(cache, [(0, 1, 1)], torch.zeros(1, len(x)), isa=isa)[0], expected)
 
 
-@pytest.mark.parametrize("cache_format", ["r4", "k8v4", "f8"])
-@EACH_ISA
-def test_moved_tokens_keep_their_codes_and_scales(cache_format, isa):
-    cache = Cache(Setup(cache=cache_format, head_dim=18), [60], isa=isa)
-    keys, values = cache.stored(0)
-    sources, targets = cache.slots[0][[3, 40, 17]].contiguous(), cache.slots[0][[50, 9, 18]].contiguous()
-    native.move_kv(cache.layer(), address(sources), address(targets), 3, isa)
-    moved_keys, moved_values = cache.stored(0)
-    assert torch.equal(moved_keys[[50, 9, 18]], keys[[3, 40, 17]])
-    assert torch.equal(moved_values[[50, 9, 18]], values[[3, 40, 17]])
-    others = [token for token in range(60) if token not in (50, 9, 18)]
-    assert torch.equal(moved_keys[others], keys[others])
-    assert torch.equal(moved_values[others], values[others])
-
-
 @EACH_ISA
 @pytest.mark.parametrize("cache_format", ["i8", "f8", "r4"])
 def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(cache_format, isa):
@@ -540,8 +520,6 @@ def test_what_is_not_supported_is_refused_when_a_layer_or_job_is_made():
         native.AttentionJob(layer, 3, 1.0)
     with pytest.raises(ValueError, match="window"):
         native.AttentionJob(layer, 4, 1.0, -1)
-    with pytest.raises(ValueError, match="first_value is 8"):
-        native.AttentionJob(layer, 4, 1.0, first_value=8)
     with pytest.raises(ValueError, match="one format, got k8v4"):
         native.KvLayer("k8v4", 16, 1, 8, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="supported_isas"):

@@ -47,7 +47,7 @@ def assert_native_is_torch(weight, scheme, isa):
     """Compare unrounded scales and offsets by their bits, and the codes that the rounded ones give."""
     expected = reference(weight, scheme)
     quantizer = native_quantizer(native, scheme, isa)
-    for found, wanted in zip(quantizer.search(weight), quantize._search(scheme, weight), strict=True):
+    for found, wanted in zip(quantizer.search(weight), quantize.search_scales(scheme, weight), strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
     codes = torch.full(weight.shape, 99, dtype=torch.int8)

@@ -150,8 +150,8 @@ def compile_when_launched(patch):
     """Have engines compile kernels when they are launched first: not ahead, in a process for every engine of a test."""
     from quire.worker.device import build, drafters
 
-    patch.setattr(build, "_compile_ahead", lambda *_: None)
-    patch.setattr(drafters, "_compile", lambda *_: None)
+    patch.setattr(build, "compile_ahead", lambda *_: None)
+    patch.setattr(drafters, "compile_ahead", lambda *_: None)
 
 
 def share_cache(environment, folder):

@@ -133,14 +133,17 @@ def random_step(rng, sizes):
 def missing_variants(model, kv_dtype, sizes):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
     decoder = meta_decoder(model, sizes.max_model_len)
-    kv = replace(KvSpec.of(decoder.spec, 64, kv_dtype), layer_dtypes=model.kv_dtypes)
+    cached = decoder.spec if decoder.ranks is None else decoder.ranks.shard.cached_spec
+    kv = replace(KvSpec.of(cached, 64, kv_dtype), layer_dtypes=model.kv_dtypes)
     return missing_of(decoder, kv, sizes, set(serving_variants(model, kv, sizes)))
 
 
 def missing_of(decoder, kv, sizes, found):
     """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
-    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
+    shares_tokens = getattr(decoder, "ranks", None) is not None and decoder.ranks.context is not None  # without CUDA graphs
+    recorders = (None,) if shares_tokens else (None, NotRecording())
+    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in recorders]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
@@ -356,6 +359,8 @@ if __name__ == "__main__":
         for title, is_in_order in itertools.product(("plain", "experts"), (False, True)):
             describe(title, models[title]._replace(is_in_order=is_in_order, shares=(1.0, 1.0)))
         describe("homes", models["plain"]._replace(shares=(1.0, 1.0), has_homes=True))
+        shared = models["sinks"]._replace(shares=(1.0, 1.0), context_size=2)
+        describe("context", shared, sizes=SIZES._replace(has_trees=False))
         sys.exit()
     for title, plain in models.items():
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):

@@ -227,12 +227,13 @@ def quantized_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096))
     return DeviceQuantizedWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
 
 
-def quantized_expert_launch(index, num_tokens, dtype, scale_rows=1, num_experts=128, inner=768, width=2048):
+def quantized_expert_launch(index, num_tokens, dtype, scale_rows=1, is_in_order=False, inner=768, width=2048):
+    num_experts = 128
     spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     shapes = (num_experts * 2 * inner, width), (num_experts * width, inner)
     weights = [quantized_weight(dtype, scale_rows, shape=shape) for shape in shapes]
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, is_in_order)[index]
 
 
 def linear_launch(dtype, num_tokens, index=0, **options):
@@ -446,8 +447,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-4-1": lambda: quantized_expert_launch(1, 1, torch.uint8),
     "moe-4-1024": lambda: quantized_expert_launch(3, 1024, torch.uint8),
     "moe-fp8-64": lambda: quantized_expert_launch(3, 64, FP8, 128),
-    "moe-fp8-4096": lambda: quantized_expert_launch(3, 4096, FP8, 128),
-    "moe-fp8-down-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128),
+    "moe-fp8-4096": lambda: quantized_expert_launch(3, 4096, FP8, 128, True),
+    "moe-fp8-down-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128, True),
+    "moe-float8-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128),
+    "moe-float8-down-4096": lambda: quantized_expert_launch(6, 4096, FP8, 128),
     "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
     "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
     "moe-clamped-4-64": lambda: clamped_expert_launch(3, 64, True),

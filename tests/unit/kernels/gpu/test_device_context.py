@@ -163,6 +163,20 @@ def test_runs_are_divided_evenly_and_every_token_once():
     assert divide_runs((63, 1), 2) is None
 
 
+def test_prompts_from_some_length_on_give_all_ranks_the_same_work():
+    for size, least in ((2, 64), (3, 74), (4, 114), (8, 274)):
+        for count in range(least, least + 600):
+            pieces = divide_runs((count,), size)
+            tokens = [sum(piece.last - piece.first for piece in own) for own in pieces]
+            pairs = [
+                sum(piece.last * (piece.last + 1) - piece.first * (piece.first + 1) for piece in own) // 2 for own in pieces
+            ]
+            for context in (0, 1000):  # tokens before the run, which all its tokens attend to
+                work = [one + context * other for one, other in zip(pairs, tokens, strict=True)]
+                assert max(work) <= 1.05 * sum(work) / size
+            assert max(tokens) <= 1.05 * count / size
+
+
 # Engines
 
 DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"

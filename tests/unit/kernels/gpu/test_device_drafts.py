@@ -216,7 +216,7 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(model):
     num_moved = num_compared = 0
     while engine.has_unfinished_requests():
         engine.step()
-        num_moved += 0 if stepper._moves is None else len(stepper._moves.sources)
+        num_moved += 0 if stepper.moves is None else len(stepper.moves.sources)
         stepper.flush()  # as the next step would begin
         for sequence in engine.scheduler.running:
             computed = sequence.token_ids[: sequence.num_computed_tokens]
@@ -233,7 +233,7 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     llm = drafting(model, "oracle tree", by_prompt)
     engine = llm.llm_engine
     engine.add_request("0", PROMPTS[0], KINDS[0])
-    while engine.runner.executor._moves is None:
+    while engine.runner.executor.moves is None:
         engine.step()
     (sequence,) = engine.scheduler.running
     computed, block_ids = sequence.token_ids[: sequence.num_computed_tokens], list(sequence.block_ids)
@@ -245,7 +245,7 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "error"
     stepper = engine.runner.executor
-    assert stepper._moves is not None
+    assert stepper.moves is not None
     stepper.flush()  # as the next step would begin
     expect_same_cache(stepper.kv_pool, block_ids, prefilled(load_model(model, "float32"), computed), len(computed))
     llm.close()

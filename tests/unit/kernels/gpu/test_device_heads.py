@@ -198,7 +198,7 @@ def test_recorded_steps_draft_what_those_launched_one_by_one_draft(drafted, othe
     def load_recording(target):
         drafter = load_drafter(target._replace(recorder=recorder))
         recorder.stepper = drafter.executors[0]
-        recorder.more = [drafter._model.inputs] if method in HEADS else []
+        recorder.more = [drafter.model.inputs] if method in HEADS else []
         return drafter
 
     monkeypatch.setattr("quire.worker.device.build.load_drafter", load_recording)
@@ -256,8 +256,8 @@ def test_more_known_tokens_than_a_step_takes_are_taken_in_by_several(model, tmp_
     llm.generate(PROMPTS, [GREEDY] * 3, use_tqdm=False)
     llm.close()
     cut, again = drafting(model, tmp_path / "head", "eagle3")
-    chains = cut.llm_engine.speculator.proposer._model
-    monkeypatch.setattr(chains, "_sizes", chains._sizes._replace(max_num_batched_tokens=12))
+    chains = cut.llm_engine.speculator.proposer.model
+    monkeypatch.setattr(chains, "sizes", chains.sizes._replace(max_num_batched_tokens=12))
     assert said(cut.generate(PROMPTS, [GREEDY] * 3, use_tqdm=False)) == expected
     assert again == noted
     cut.close()
@@ -356,8 +356,8 @@ def test_nothing_of_what_drafts_and_of_its_model_is_left_behind_an_end(model, ot
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
     llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_p_min": 0.0}, **OPTIONS)
     proposer = llm.llm_engine.speculator.proposer
-    drafter = proposer._drafter if method == "draft_model" else proposer._model
-    kept = [weakref.ref(part) for part in (llm.llm_engine.runner.executor.decoder, drafter._decoder, drafter._executor)]
+    drafter = proposer.drafter if method == "draft_model" else proposer.model
+    kept = [weakref.ref(part) for part in (llm.llm_engine.runner.executor.decoder, drafter.decoder, drafter.executor)]
     del proposer, drafter
     llm.generate(PROMPTS[2:], [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)], use_tqdm=False)
     assert llm.llm_engine.stats.num_draft_tokens > 0

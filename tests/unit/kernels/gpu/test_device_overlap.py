@@ -30,7 +30,7 @@ def both(folder, prompts, params, **options):
     found = []
     for is_ahead in (False, True):
         llm = LLM(str(folder), device=DEVICE, async_scheduling=is_ahead, **(OPTIONS | options))
-        assert llm.llm_engine._steps.is_ahead == is_ahead
+        assert llm.llm_engine.step_loop.is_ahead == is_ahead
         outputs = llm.generate(prompts, params, use_tqdm=False)
         scheduler = llm.llm_engine.scheduler
         assert scheduler.kv_usage == 0

@@ -70,7 +70,7 @@ def make_pages(spec, device, num_blocks=6, num_slots=5, make_stream=None):
 
 def bytes_of(pool, block):
     """Return the bytes of a block, layer by layer."""
-    parts = [part for cache in pool.caches for part in pool._parts(cache) if part.numel()]
+    parts = [part for part in pool.tensors() if part.numel()]
     return torch.cat([part[block].contiguous().view(torch.uint8).flatten().cpu() for part in parts])
 
 

@@ -39,7 +39,7 @@ def test_weights_and_kv_leave_the_device_while_the_engine_sleeps(tmp_path, kind)
         held = num_bytes(weights), num_bytes(pool)
         llm.sleep(1)
         assert (num_bytes(weights), num_bytes(pool)) == (0, 0)
-        assert executor._sleeping.weights.num_bytes > 0
+        assert executor.sleeping.weights.num_bytes > 0
         llm.wake_up()
         assert (num_bytes(weights), num_bytes(pool)) == held
         assert tokens_of(llm) == expected

@@ -122,8 +122,8 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
     stepper, _ = make_stepper(device, 4)
     sampled(stepper, prompt(0, PROMPTS[0]), tables(0))
     copies = []
-    send = stepper._staging.send
-    monkeypatch.setattr(stepper._staging, "send", lambda count: (copies.append(count), send(count)))
+    send = stepper.staging.send
+    monkeypatch.setattr(stepper.staging, "send", lambda count: (copies.append(count), send(count)))
     changes = BlockTableUpdates([(0, 0, (7,)), (1, 0, (7, 1, 2))], ((0, 7),))
     step = HostStep(
         (1, 2),
@@ -140,7 +140,7 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
     assert len(copies) == 1
     pool = whole_pool(stepper)
     torch.testing.assert_close(pool[:, 7, :, :3], pool[:, 0, :, :3])  # copied before the step wrote behind it
-    assert stepper._tables[:2, :3].tolist() == [[7, 1, 2], [7, 1, 2]]
+    assert stepper.tables[:2, :3].tolist() == [[7, 1, 2], [7, 1, 2]]
 
 
 def test_logits_are_handed_out_when_the_host_samples(device):

@@ -62,7 +62,7 @@ def test_an_engine_takes_the_traits_of_its_gpu_and_says_when_no_such_gpu_has_run
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
     monkeypatch.setattr(DeviceTraits, "of", lambda device: DeviceTraits.of_arch(arch))
     with using_traits(HOPPER), using(active_table()), caplog.at_level(logging.WARNING):
-        build._choose_tiles(EngineConfig(model="demo"), torch.device("cuda", 0))
+        build.choose_tiles(EngineConfig(model="demo"), torch.device("cuda", 0))
         assert device_traits().arch == arch
     assert ("has not been run on a GPU of compute capability 8.9" in caplog.text) is (arch == 89)
 

@@ -46,14 +46,14 @@ class RunMemory(HostMemory):
 def planned(monkeypatch):
     """Have engines plan their memory by dry runs; the memory that they measure, and the steps that they launch."""
     memory, launched = RunMemory(), []
-    launch = build.GpuStepExecutor._launch_mixed
+    launch = build.GpuStepExecutor.launch_mixed
 
     def note(stepper, step, *rest):
         launched.append((stepper, step))
         return launch(stepper, step, *rest)
 
     monkeypatch.setattr(build, "_memory_to_plan", lambda device: memory)
-    monkeypatch.setattr(build.GpuStepExecutor, "_launch_mixed", note)
+    monkeypatch.setattr(build.GpuStepExecutor, "launch_mixed", note)
     return memory, launched
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.kernels.triton.float8 import pack_rows_launch
 from quire.kernels.triton.moe import Routes, add_pairs
 from quire.model import device_experts
 from quire.model.device_experts import ExpertExchange
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine ar
 
 NUM_EXPERTS, TOP_K, WIDTH = 6, 3, 16
 ROW_BYTES = 4 * WIDTH
+FLOAT8_BYTES = 32  # of 16 codes, a scale of four bytes, and what pads them
 PLACEMENTS = {
     "two": ((0, 1, 2), (3, 4, 5)),
     "three": ((4,), (0, 1, 5), (2, 3)),
@@ -45,9 +47,10 @@ class Noting:
 
 
 class Exchange:
-    """Ranks, each with an exchange; an expert multiplies rows by a row of its own."""
+    """Ranks, each with an exchange; an expert multiplies rows, which may be rounded to float8, by a row of its own."""
 
-    def __init__(self, placement, is_in_order, hosts=None, is_divided=False):
+    def __init__(self, placement, is_in_order, hosts=None, is_divided=False, is_float8=False):
+        self._form = (lambda rows, num_rows: packed(rows)) if is_float8 else None
         self._inner = gloo_communicators(len(placement))
         self.noting, self._is_divided = [Noting(each) for each in self._inner], is_divided
         self.weights = torch.randn(NUM_EXPERTS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -61,7 +64,7 @@ class Exchange:
     def _multiply(self, rank, rows, routes, adapters):
         self.noting[rank].events.append("multiply")
         shares, experts = (part.view(len(rows), TOP_K) for part in routes)
-        own = self.weights[list(self._placement[rank])]
+        own, rows = self.weights[list(self._placement[rank])], unpacked(rows)
         found = rows[:, None] * own[experts.long().clamp(min=0)] * shares[..., None]
         found[experts < 0] = 0
         return found.view(-1, WIDTH)
@@ -72,12 +75,12 @@ class Exchange:
         def act(rank):
             exchange, ranks = self.exchanges[rank], self.ranks[rank]
             if not self._is_divided:
-                return exchange.run(x, routes, lambda *given: self._multiply(rank, *given))
+                return exchange.run(x, routes, lambda *given: self._multiply(rank, *given), form=self._form)
             with ranks.divided_rows(x) as own:
                 rows = ranks.own_rows(len(x))
                 pairs = slice(rows.start * TOP_K, rows.stop * TOP_K)
                 given = Routes(routes.shares[pairs], routes.experts[pairs])
-                out, is_part = exchange.run(own, given, lambda *given: self._multiply(rank, *given))
+                out, is_part = exchange.run(own, given, lambda *given: self._multiply(rank, *given), form=self._form)
                 return ranks.gather_rows(out), is_part
 
         return run_threads(len(self.exchanges), act)
@@ -85,6 +88,21 @@ class Exchange:
     def close(self):
         for each in self._inner:
             each.close()
+
+
+def packed(rows):
+    launch, found = pack_rows_launch(rows, WIDTH)
+    launch.run()
+    return found
+
+
+def unpacked(rows):
+    """Return rows in f32."""
+    return (
+        rows
+        if rows.dtype == torch.float32
+        else rows[:, :WIDTH].view(torch.float8_e4m3fn).float() * rows.view(torch.float32)[:, 4:5]
+    )
 
 
 def rows_and_routes(num_rows, seed=0):
@@ -112,8 +130,8 @@ def in_turns(monkeypatch):
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
 
 
-def check(group, x, routes, is_in_order):
-    expected = expected_of(group.weights, x, routes)
+def check(group, x, routes, is_in_order, is_float8=False):
+    expected = expected_of(group.weights, unpacked(packed(x)) if is_float8 else x, routes)
     for out, is_part in group.run(x, routes):
         assert not is_part
         assert torch.equal(out, expected) if is_in_order else torch.allclose(out, expected, atol=1e-5)
@@ -124,19 +142,20 @@ def check(group, x, routes, is_in_order):
 @pytest.mark.parametrize("is_divided", [False, True], ids=["all-rows", "divided"])
 @pytest.mark.parametrize("halves_rows", [256, 1], ids=["whole", "halves"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("is_float8", [False, True], ids=["f32", "float8"])
 def test_every_rank_gets_the_sums_and_sends_each_row_once_to_each_rank(
-    placement, halves_rows, is_divided, is_in_order, monkeypatch
+    is_float8, placement, halves_rows, is_divided, is_in_order, monkeypatch
 ):
     monkeypatch.setattr(device_experts, "HALVES_ROWS", halves_rows)
     placed = PLACEMENTS[placement]
-    group = Exchange(placed, is_in_order, is_divided=is_divided)
+    group = Exchange(placed, is_in_order, is_divided=is_divided, is_float8=is_float8)
     num_bytes = 0
     for num_rows in (7, 1, 12):  # with one row some ranks have none
         x, routes = rows_and_routes(num_rows, num_rows)
-        check(group, x, routes, is_in_order)
+        check(group, x, routes, is_in_order, is_float8)
         num_copies = sum(len(set(at)) for at in ranks_of(placed, routes, num_rows))
         num_back = num_rows * TOP_K if is_in_order else num_copies
-        num_bytes += (num_copies * is_divided + num_back) * ROW_BYTES
+        num_bytes += num_copies * is_divided * (FLOAT8_BYTES if is_float8 else ROW_BYTES) + num_back * ROW_BYTES
     assert sum(sum(each.sent) for each in group.noting) == num_bytes
     group.close()
 
@@ -144,11 +163,12 @@ def test_every_rank_gets_the_sums_and_sends_each_row_once_to_each_rank(
 @pytest.mark.parametrize("is_in_order", [True, False], ids=["in-order", "sums"])
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=str)
 def test_a_row_crosses_once_to_each_other_host(hosts, is_in_order, monkeypatch):
+    is_float8 = hosts[1] == 1
     monkeypatch.setattr(device_experts, "HALVES_ROWS", 3)
     placed, num_rows = PLACEMENTS["four-with-copies"], 13
-    group = Exchange(placed, is_in_order, hosts, is_divided=True)
+    group = Exchange(placed, is_in_order, hosts, is_divided=True, is_float8=is_float8)
     x, routes = rows_and_routes(num_rows)
-    check(group, x, routes, is_in_order)
+    check(group, x, routes, is_in_order, is_float8)
     num_there = num_back = 0
     for row, at in enumerate(ranks_of(placed, routes, num_rows)):
         own = next(host for rank, host in enumerate(hosts) if rank * num_rows // 4 <= row < (rank + 1) * num_rows // 4)
@@ -156,7 +176,7 @@ def test_a_row_crosses_once_to_each_other_host(hosts, is_in_order, monkeypatch):
         num_there += len(set(elsewhere))
         num_back += len(elsewhere) if is_in_order else len(set(elsewhere))
     crossed = sum(each.sent[to] for each in group.noting for to in range(4) if hosts[to] != hosts[each.rank])
-    assert crossed == (num_there + num_back) * ROW_BYTES
+    assert crossed == num_there * (FLOAT8_BYTES if is_float8 else ROW_BYTES) + num_back * ROW_BYTES
     group.close()
 
 

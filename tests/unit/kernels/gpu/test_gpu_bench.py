@@ -87,7 +87,7 @@ def test_kernels_are_told_by_their_time_in_a_step(bench):
 def test_the_profiler_tells_what_a_run_launches(bench, tmp_path):
     place = bench.model.Place("interpreter", torch.device("cpu"), 1.0, 1.0, tmp_path)
     x = torch.ones(300, 300)
-    rows = list(bench.profile._rows("products", place, lambda: [x @ x for _ in range(4)], 2))
+    rows = list(bench.profile.traced_rows("products", place, lambda: [x @ x for _ in range(4)], 2))
     (product,) = (row for row in rows if row["kernel"] == "aten::mm")
     assert product["launches"] == 2.0
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)

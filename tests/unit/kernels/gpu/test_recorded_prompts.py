@@ -212,7 +212,7 @@ def test_recorded_steps_find_what_those_launched_one_by_one_find(
     for own, other in zip(padded.kv_pool.caches, exact.kv_pool.caches, strict=True):
         torch.testing.assert_close(dequantised(own), dequantised(other), equal_nan=True, **tolerance)
     if isinstance(recorder, LogRecorder):
-        assert recorder.num_recorded == padded._graphs.num_recorded == num_kinds
+        assert recorder.num_recorded == padded.graphs.num_recorded == num_kinds
         assert recorder.num_replayed == len(steps) - num_kinds
 
 
@@ -259,8 +259,8 @@ def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeyp
     for (tokens, logits), (wanted_tokens, wanted) in zip(*found, strict=True):
         assert tokens == wanted_tokens
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
-    assert {key for key in padded._frames if isinstance(key, PromptKey)} == {PromptKey(8, 32, "any", True)}
-    assert padded._graphs.num_recorded == 1
+    assert {key for key in padded.frames if isinstance(key, PromptKey)} == {PromptKey(8, 32, "any", True)}
+    assert padded.graphs.num_recorded == 1
 
 
 def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_a_library_attends(device, monkeypatch):
@@ -281,9 +281,9 @@ def test_what_takes_most_memory_is_recorded_first_and_stores_nothing(device, mon
     stepper = make_stepper(device, LAYERS["plain"], recorder)
     with torch.inference_mode():
         stepper.record_largest()
-    assert stepper._graphs.num_recorded == 2
+    assert stepper.graphs.num_recorded == 2
     assert stepper.keys[0] == PromptKey(24, MAX_LEN, "any")
-    decode = stepper._frames[stepper.grid.keys[0]].staged.host
+    decode = stepper.frames[stepper.grid.keys[0]].staged.host
     assert decode["context_lens"].tolist() == [1] * 3  # whatever the longest is, that takes no time
     assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper.kv_pool.caches)
 
@@ -294,7 +294,7 @@ def test_samples_and_copies_of_recorded_steps_store_nothing_and_are_forgotten_wi
     stepper = make_stepper(device, LAYERS["plain"], recorder)
     with torch.inference_mode():
         stepper.record_samples()
-        samples = stepper._graphs.num_recorded
+        samples = stepper.graphs.num_recorded
         found_by(stepper, FEW_STEPS)  # the device holds another step's arrays now
         for cache in stepper.kv_pool.caches:
             cache.k.fill_(0.5), cache.v.fill_(0.5)
@@ -303,9 +303,9 @@ def test_samples_and_copies_of_recorded_steps_store_nothing_and_are_forgotten_wi
     assert samples == len({keys[place] for keys in families for place in (0, len(keys) // 2, -1)})
     assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper.kv_pool.caches)
     if isinstance(recorder, LogRecorder):
-        assert recorder.num_recorded == stepper._graphs.num_recorded + 2
+        assert recorder.num_recorded == stepper.graphs.num_recorded + 2
     stepper.give_pool(stepper.kv_pool)
-    assert stepper._graphs.num_recorded == 0
+    assert stepper.graphs.num_recorded == 0
 
 
 KINDS = [(64, 8), (18, 2), (16, 1)]

@@ -52,7 +52,7 @@ def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):
 
 def test_random_steps_of_a_rank_launch_nothing_that_was_not_found_ahead(tmp_path):
     models = run_without_interpreter(tmp_path, "ranks")
-    assert len(models) == 5
+    assert len(models) == 6
     assert [model for model in models if model["missing"]] == []
     assert all("_add_parts" in model["kernels"] for model in models)
 

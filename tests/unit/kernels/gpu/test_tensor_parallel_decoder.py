@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.contracts import expert_options
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -243,6 +244,35 @@ def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sum
     found = on_ranks(spec, device, False, shares, placements=placed(spec, shares))
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.slow
+def test_ranks_send_float8_experts_rows_of_half_the_bytes_in_large_steps(device, monkeypatch):
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
+    layer, policy = LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(32, "silu")), attn_in=RMS, mlp_in=RMS), DEVICE_POLICIES["fp8"]
+    spec, shares = ModelSpec("test", "bfloat16", 61, 64, (layer,), RMS, 64), (1, 1, 1)
+    tokens, places = torch.arange(12) * 7 % 61, (TABLES[0, :3, None] * 4 + torch.arange(4)).flatten()
+    step = DeviceAttentionMetadata.of(AttentionMetadata(places, [0, 12], [12], TABLES[:1]), device)
+
+    def run(decoder, pool):
+        return decoder.forward(tokens, torch.arange(12), step, pool)
+
+    one = DeviceDecoder(spec, parameters_of(spec), 64, device, policy)
+    options = {"policy": policy, "placements": placed(spec, shares), "hosts": (0, 0, 1)}
+    ranks, sent = DeviceRankThreads(spec, lambda: parameters_of(spec), shares, 64, device, **options), []
+    for limit in (1 << 20, 0):
+        monkeypatch.setattr(expert_options, "FLOAT8_PAIRS", limit)
+        expected = run(one, DeviceKvPool(KvSpec.of(spec, 4, "bfloat16"), 12, device))
+        pools = ranks.pools(4, "bfloat16", 12, device)
+        for hidden in ranks.call(lambda decoder, rank, pools=pools: run(decoder, pools[rank])):
+            difference = (hidden - expected).norm(dim=1) / expected.norm(dim=1)
+            assert difference.max() < (0.02 if limit else 0.06)  # other sums in bf16, which float8 rounds elsewhere
+        sent.append(sum(each.counts.pop("all_to_all").num_bytes for each in ranks.communicators))
+    ranks.close()
+    num_copies, rest = divmod(sent[0], 2 * 64 * 2)  # of a row there, and of what comes back
+    assert (num_copies > 12, rest) == (True, 0)
+    assert sent[1] == num_copies * (64 + 16 + 64 * 2)
 
 
 def test_lossy_ranks_do_what_one_rank_does(device, monkeypatch):

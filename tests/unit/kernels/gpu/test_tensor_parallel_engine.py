@@ -16,8 +16,9 @@ from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError, RequestError
 from quire.kernels.native import load_native
 from quire.model import device_decoder, device_experts
-from quire.parallel.expert_files import read_loads
+from quire.parallel.expert_files import read_loads, read_pairs
 from quire.worker import parallel_launch
+from quire.worker.device import gpu_group
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
 from tests.lora_adapter import write_adapter
@@ -165,9 +166,15 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
     folder = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     params = SamplingParams(temperature=0.9, logprobs=2, max_tokens=3, **COMMON)
     monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
+    monkeypatch.setattr(gpu_group, "hosts_of", lambda store, rank, size: list(range(size)))  # so that pairs are counted
     found, tokens, path = [], [], tmp_path / "load.json"
     common = {"deterministic": True, "quantization": "int8" if bytes_of_all_rows else None}
-    placed = ranks | {"enable_expert_parallel": True, "num_redundant_experts": 1, "enable_eplb": True}
+    placed = ranks | {
+        "save_expert_load": str(tmp_path / "pairs.json"),
+        "enable_expert_parallel": True,
+        "num_redundant_experts": 1,
+        "enable_eplb": True,
+    }
     for options in ({"size": 1, "save_expert_load": str(path)}, placed):
         llm = engine(folder, **common, **options)
         found.append(outputs_of(llm, PROMPTS, params))
@@ -183,6 +190,12 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
         llm.close()
     assert found[:2] == found[2:]
     assert tokens[0] == tokens[1] == list(read_loads(str(path), {0: 4, 1: 4}).values())
+    pairs = read_pairs(placed["save_expert_load"], read_loads(placed["save_expert_load"]))
+    for counts, layer in zip(pairs.values(), tokens[1], strict=True):
+        assert counts.diagonal().tolist() == layer
+        assert counts.sum() == 2 * sum(layer)  # a token chooses two experts, so it counts for four places
+    with pytest.raises(ConfigError, match="has no pairs of experts"):
+        read_pairs(str(path), read_loads(str(path)))
 
 
 def move_experts(llm):
@@ -287,18 +300,23 @@ def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_h
     ranks.close()
 
 
-def test_a_launchers_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwen, monkeypatch):
-    one = engine(qwen, device="cpu")
-    expected = tokens_of(one, PROMPTS[:1], greedy(2))
+def test_a_launchers_processes_give_the_tokens_of_the_cpu_share_pages_and_end_with_the_leader(qwen, monkeypatch):
+    one, options = engine(qwen, device="cpu"), OPTIONS | {"kv_host_bytes": 1 << 20, "kv_save": "write_through"}
+    prompts = [PROMPTS[1] * 2]
+    expected = tokens_of(one, prompts, greedy(2))
     one.close()
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{OPTIONS!r})"
+    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{options!r})"
     environment = environment_with_quire() | told | {"RANK": "1", "LOCAL_RANK": "1"}
     worker = subprocess.Popen([sys.executable, "-c", code], env=environment)
     for name, value in (told | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
-    ranks = engine(qwen, 2)
-    assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
+    ranks = engine(qwen, 2, **options)
+    for num_loaded in (0, 1):
+        assert tokens_of(ranks, prompts, greedy(2)) == expected
+        assert ranks.llm_engine.stats.tiers[0].num_loaded == num_loaded
+        ranks.sleep(1)  # empties the prefix cache
+        ranks.wake_up()
     ranks.close()
     assert worker.wait(timeout=60) == 0
 
@@ -367,7 +385,7 @@ def test_tokens_are_the_same_when_all_ranks_have_slept(qwen, threads):
     llm = engine(qwen, 2)
     executor, expected = executor_of(llm), tokens_of(llm, PROMPTS[:1], greedy(2))
     llm.sleep(1)
-    assert executor._sleeping.weights.num_bytes > 0
+    assert executor.sleeping.weights.num_bytes > 0
     llm.wake_up()
     assert tokens_of(llm, PROMPTS[:1], greedy(2)) == expected
     llm.close()

@@ -142,6 +142,8 @@ OTHER_LIMITS = {
     "moe-fp8-64": (104, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-4096": (232, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
+    "moe-float8-4096": (255, {"QGMMA": 8, "wide_copies": 24}),
+    "moe-float8-down-4096": (192, {"QGMMA": 4, "wide_copies": 16}),
     "moe-clamped-1": (96, {"HGMMA": 8, "wide_copies": 16}),
     "moe-clamped-4096": (255, {"HGMMA": 8, "wide_copies": 12}),
     "moe-clamped-4-64": (80, {"HGMMA": 4}),
@@ -295,7 +297,7 @@ MOST_STACK_BYTES = 32
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
     of_weights = name.startswith(("linear", "widen", "moe", "codes"))
-    return OTHER_ARCHS[2:] if ("fp8" in name or name.startswith("float8")) and not of_weights else OTHER_ARCHS
+    return OTHER_ARCHS[2:] if "float8" in name or ("fp8" in name and not of_weights) else OTHER_ARCHS
 
 
 def names_for(arch):

@@ -152,12 +152,12 @@ def test_the_library_gets_operands_and_scales_that_it_takes(monkeypatch):
 @pytest.mark.parametrize(("cuda", "is_own"), [("12.8", True), ("12.9", False), ("13.0", False), (None, False)])
 def test_what_is_compiled_ahead_are_the_products_that_the_cuda_of_torch_lacks(cuda, is_own, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    float8._multiplies_blocks.cache_clear()
+    float8.multiplies_blocks.cache_clear()
     weight, _ = make_weight(128, 512, (128, 128), "meta")
     x = torch.empty(float8.LIBRARY_FROM, 512, dtype=torch.bfloat16, device="meta")
     with using_traits(HOPPER), noted_launches() as launches:
         multiply_float8(x, weight)
-    float8._multiplies_blocks.cache_clear()
+    float8.multiplies_blocks.cache_clear()
     assert ("multiply_quantized" in [launch.kernel.fn.__name__ for launch in launches]) == is_own
 
 

@@ -5,9 +5,9 @@ import torch
 
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
-from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed
+from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, choose_all
 from quire.kernels.triton import indexer
-from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose
+from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose, choose_keys
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
 NORM = NormSpec("rms", 1e-6)
@@ -52,10 +52,10 @@ def test_queries_attend_to_the_keys_that_the_reference_chooses(
 ):
     monkeypatch.setattr(indexer, "_SCORES_AT_ONCE", scores_at_once)
     q, index, caches, step, latent, spec = make_case(*case, block_size, top_k)
-    expected = attend_indexed(q, index, caches, step, latent, spec)[..., 8:]
+    expected = attend_indexed(q, choose_all(index, caches[1], step, spec), caches[0], step, latent)[..., 8:]
     inputs = IndexInputs(*(part.to(device) for part in (index.heads, index.weights, caches[1])))
     there = DeviceAttentionMetadata.of(step, device)
-    found = attend_chosen(q.to(device), inputs, caches[0].to(device), there, latent, spec, is_in_order)
+    found = attend_chosen(q.to(device), choose_keys(inputs, block_size, there, spec), caches[0].to(device), latent, is_in_order)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
 
 

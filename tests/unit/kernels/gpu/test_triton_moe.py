@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts import expert_options
 from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec
 from quire.kernels.reference.moe import ExpertExtras as BiasesOfReference
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
+from quire.kernels.triton.float8 import quantize
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches, mixture_of_experts
@@ -163,6 +165,41 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
     theirs = None if biases is None else ExpertBiases(biases.gate_up.to(device), biases.down.to(device))
     found = mixture_of_experts(x.to(device), logits.to(device), spec, *moved, extra=ExpertExtras(theirs)).cpu()
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("group_size", [32, pytest.param(1 << 16, marks=pytest.mark.slow)], ids=["blocks", "tensor"])
+def test_many_tokens_are_rounded_for_float8_experts_before_or_after_they_are_sent(group_size, device, monkeypatch):
+    monkeypatch.setattr(expert_options, "FLOAT8_PAIRS", 4)  # more than six tokens are many
+    spec = MoeSpec(3, 2, MlpSpec(32, "silu"))
+    generator = torch.Generator().manual_seed(7)
+    weights, dense = [], []
+    for columns in (64, 32):
+        codes = torch.randn(3 * 64, columns, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand(3 * 64 // 32, -(-columns // group_size), generator=generator)
+        packed = pack_float8(codes, scale, (32, group_size))
+        weights.append(dataclasses.replace(packed, codes=codes.to(device), scales=scale.to(device)))
+        dense.append(widen(weights[-1], torch.float32).cpu().view(3, 64, columns))
+    x, logits = (torch.randn(9, columns, generator=generator).bfloat16().to(device) for columns in (64, 3))
+    routes = moe.route_pairs(logits, spec, x.dtype, ExpertExtras())
+
+    def rounded(rows, width):
+        codes, scales = (part.cpu().float() for part in quantize(rows.to(device), width))
+        return codes * scales.repeat_interleave(width, 1)[:, : rows.shape[1]]
+
+    expected = torch.zeros(9, 64)
+    pairs = (part.cpu() for part in routes)
+    for pair, (share, expert) in enumerate(zip(*pairs, strict=True)):
+        gate, up = (rounded(x[pair // 2, None], min(group_size, 64)) @ dense[0][expert].T).bfloat16().chunk(2, 1)
+        inner = rounded(F.silu(gate) * up, min(group_size, 32))
+        expected[pair // 2] += share * (inner @ dense[1][expert].T)[0]
+    found = mixture_of_experts(x, logits, spec, *weights)
+    assert (found.cpu() - expected).norm() < 6e-3 * expected.norm()
+    sent = moe.pack_inputs(x, 9, spec, *weights)
+    assert sent.shape == (9, 80)
+    assert torch.equal(moe.add_pairs(moe.multiply_pairs(sent, routes, spec, *weights, dtype=x.dtype), 2), found)
+    exact = mixture_of_experts(x, logits, spec, *weights, is_in_order=True)
+    assert 0.01 < (found - exact).float().norm() / exact.float().norm() < 0.08
+    assert torch.equal(mixture_of_experts(x[:6], logits[:6], spec, *weights), exact[:6])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)

@@ -31,7 +31,7 @@ def run_changed(change, worker=None):
             file = await upload(service, [line(name) for name in NAMES])
             batch = await service.add_batch("ann", file.id, URL)
             await begun.wait()
-            change(service._thread.store.path_of(file.id))
+            change(service.store_thread.store.path_of(file.id))
             gate.set()
             async with asyncio.timeout(20):
                 record = await ended(service, batch.id)
@@ -120,7 +120,7 @@ def test_server_closes_when_lines_fail_as_they_are_stopped():
             file = await upload(service, [line(name) for name in NAMES])
             await service.add_batch("ann", file.id, URL)
             await begun.wait()
-            service._runner._call_store = fail  # nothing can be saved either
+            service.runner.call_store = fail  # nothing can be saved either
             left_s = time.monotonic()
         return time.monotonic() - left_s
 

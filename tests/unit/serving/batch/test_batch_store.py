@@ -220,7 +220,7 @@ class FailingOnce:
 
 def test_store_goes_on_when_a_commit_has_failed():
     store = BatchStore(None)
-    store._db = FailingOnce(store._db)
+    store.database = FailingOnce(store.database)
     record = FileRecord(
         id=new_id("file-"),
         owner="ann",

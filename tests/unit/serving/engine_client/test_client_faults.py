@@ -173,7 +173,7 @@ def test_all_that_run_fail_and_later_ones_do_not_when_an_output_is_lost(code):
         for subscription in (running, bad):
             with pytest.raises(ApiError, match="outputs were lost"):
                 await read(subscription)
-        await until(lambda: not client._aborts)
+        await until(lambda: not client.aborts)
         assert text_of(await read(client.submit(request("a")))) == counted(5)
         assert client.pid == pid
 
@@ -186,7 +186,7 @@ def test_output_that_comes_twice_counts_once():
         first = await running.next()
         assert text_of(await read(client.submit(request("b", fake.TWICE)))) == counted(5)
         assert text_of([first, *await read(running)]) == counted(300)
-        assert client._supervisor._engine._reader.num_rejected == 1
+        assert client.supervisor.engine.reader.num_rejected == 1
 
     with_client(scenario)
 
@@ -206,8 +206,8 @@ def test_request_fails_when_its_command_was_the_last_one_and_is_lost(monkeypatch
     monkeypatch.setattr("quire.serving.engine_client.client._COMMAND_TIMEOUT_S", 0.2)
 
     async def scenario(client):
-        supervisor, send = client._supervisor, client._supervisor.send
-        writer = supervisor._engine._writer
+        supervisor, send = client.supervisor, client.supervisor.send
+        writer = supervisor.engine.writer
         supervisor.send = lambda message: (writer.num_sent, writer.write(message))[0]  # numbered, and dropped
         lost = client.submit(request("a"))
         supervisor.send = send
@@ -223,7 +223,7 @@ def test_slow_reader_is_aborted_and_the_others_go_on():
         slow = client.submit(request("slow", fake.FLOOD, 10**6))
         other = client.submit(request("a", max_tokens=300))
         assert text_of(await read(other)) == counted(300)
-        await until(lambda: "slow" not in client._subscriptions and not client._aborts)
+        await until(lambda: "slow" not in client.subscriptions and not client.aborts)
         with pytest.raises(ApiError) as caught:
             await slow.next()
         assert caught.value.code == "slow_reader"
@@ -423,14 +423,14 @@ def test_what_waits_for_a_reader_goes_to_it_in_one_piece_when_the_loop_is_late()
     async def main():
         client, taken = EngineClient(EngineConfig(model="fake"), options()), {}
         for n in range(64):
-            found = client._subscriptions[f"r{n}"] = Subscription(f"r{n}", n, 10**6, 60.0)
+            found = client.subscriptions[f"r{n}"] = Subscription(f"r{n}", n, 10**6, 60.0)
             found.attach_sink(lambda delta: taken.setdefault(delta.request_id, []).append(text_of([delta])) is None)
-        readers = [asyncio.create_task(one.next()) for one in client._subscriptions.values()]
+        readers = [asyncio.create_task(one.next()) for one in client.subscriptions.values()]
         await asyncio.sleep(0)
         for step in (1, 2, 3):  # no turn of the loop comes between
             deltas = [RequestDelta(f"r{n}", [ChoiceDelta(0, f"{step} ", [step])], False) for n in range(64)]
             client.on_message(StepOutputs(deltas), 0.0)
-        while client._undelivered:
+        while client.undelivered:
             await asyncio.sleep(0)
         for reader in readers:
             reader.cancel()

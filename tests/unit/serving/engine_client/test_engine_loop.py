@@ -230,9 +230,9 @@ def test_abort_frees_the_blocks_before_the_next_step(engine):
 def test_failing_output_ends_its_request_alone(engine, monkeypatch):
     import quire.serving.engine_client.deltas as deltas
 
-    real = deltas._choice
+    real = deltas.choice_delta
     tokens = join(run(engine, [submit(engine, "a", [9, 9])]).deltas("a"))[1]
-    monkeypatch.setattr(deltas, "_choice", lambda choice: 1 / 0 if choice.token_ids == tokens[2:3] else real(choice))
+    monkeypatch.setattr(deltas, "choice_delta", lambda choice: 1 / 0 if choice.token_ids == tokens[2:3] else real(choice))
     port = run(engine, [submit(engine, "a", [9, 9]), submit(engine, "b", [7, 8], seed=5, logit_bias={tokens[2]: -100.0})])
     assert [delta.finished for delta in port.deltas("a")] == [False, False, True]
     assert "ZeroDivisionError" in port.deltas("a")[-1].error
@@ -299,7 +299,7 @@ def test_report_shows_the_blocks_of_the_prompt_with_every_choice_that_holds_them
     engine.submit(submit(engine, "a", [1] * 9, n=3).request(), "delta")
     while engine.scheduler.num_running < 3:
         engine.step()
-    held = EngineLoop(engine, ScriptedPort([]))._kv_report(0.0).blocks["a"]
+    held = EngineLoop(engine, ScriptedPort([])).kv_report(0.0).blocks["a"]
     engine.abort_request("a")
     counts = sorted(collections.Counter(held).values())
     assert counts[-2:] == [3, 3]  # the prompt fills two blocks of 4 tokens
@@ -354,7 +354,7 @@ def test_sleep_is_answered_when_the_engine_is_asleep_and_refused_for_other_level
 
 @pytest.mark.parametrize("refusal", [None, "role 'decode': other engines use this engine's KV cache"], ids=["can", "cannot"])
 def test_requests_go_on_when_a_sleep_is_only_checked(engine, monkeypatch, refusal):
-    monkeypatch.setattr(engine._held_runner, "_refusal", lambda level: refusal)
+    monkeypatch.setattr(engine.held_runner, "refusal", lambda level: refusal)
     port = ScriptedPort([[submit(engine, "a", [1] * 8), Sleep(0, 2, is_check=True)]])
     EngineLoop(engine, port).run()
     (state,) = [message for message in port.sent if isinstance(message, SleepState)]

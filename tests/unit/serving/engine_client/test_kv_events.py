@@ -115,26 +115,26 @@ def context():
     made.destroy(linger=0)
 
 
-def receive(socket):
-    assert socket.poll(10_000), "nothing came"
+def receive(socket, timeout_ms=10_000):
+    assert socket.poll(timeout_ms), "nothing came"
     return socket.recv_multipart()
 
 
-def dealer_replay(context, endpoint, start):
+def dealer_replay(context, endpoint, start, timeout_ms=10_000):
     """Return the (number, batch) that a replay has; the frames are those of a REQ socket."""
     socket = context.socket(zmq.DEALER)
     socket.connect(endpoint)
     socket.send_multipart([b"", start.to_bytes(8, "big")])
     found = []
     while True:
-        _, number, payload = receive(socket)
+        _, number, payload = receive(socket, timeout_ms)
         if number == END_OF_REPLAY:
             assert payload == b""
             return found
         found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=KvEventBatch)))
 
 
-def test_published_batches_are_numbered_and_replayed(context, tmp_path):
+def test_published_batches_are_numbered_and_replayed(context, tmp_path, monkeypatch):
     options = KvEventOptions(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r", 1)
     publisher = KvEventPublisher(options, SIZE)
     try:
@@ -163,6 +163,11 @@ def test_published_batches_are_numbered_and_replayed(context, tmp_path):
         assert replayed[0][1].events == [AllBlocksCleared()]
         assert replayed[-1][1].events[0].token_ids == [777] * SIZE
         assert [number for number, _ in dealer_replay(context, options.replay_endpoint, num_sent + 1)] == [num_sent + 1]
+        assert dealer_replay(context, options.replay_endpoint, num_sent + 2) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_events, "END_OF_REPLAY", None)  # no frame
+            with pytest.raises(AssertionError, match="nothing came"):
+                dealer_replay(context, options.replay_endpoint, num_sent + 2, timeout_ms=200)
         assert dealer_replay(context, options.replay_endpoint, num_sent + 2) == []
     finally:
         publisher.close()

@@ -45,11 +45,11 @@ class FakeRay(ModuleType):
     def _maker(self, kind, options):
         self.actors.append(options)
         methods = kind()
-        place = SimpleNamespace(remote=lambda: self._call(methods.place, ()))
-        run = SimpleNamespace(remote=lambda *args: self._call(methods.run, args))
+        place = SimpleNamespace(remote=lambda: self.call(methods.place, ()))
+        run = SimpleNamespace(remote=lambda *args: self.call(methods.run, args))
         return SimpleNamespace(remote=lambda: SimpleNamespace(place=place, run=run))
 
-    def _call(self, call, args):
+    def call(self, call, args):
         result = SimpleNamespace(has_ended=threading.Event(), value=None)
 
         def run():
@@ -78,14 +78,14 @@ def test_a_lost_engine_costs_its_own_requests_and_is_started_again(monkeypatch):
 
 def test_nobody_without_the_key_of_the_start_message_can_connect(monkeypatch):
     class Eavesdropper(FakeRay):
-        def _call(self, call, args):
+        def call(self, call, args):
             if args:
                 address = msgspec.msgpack.decode(args[0], type=Start).address
                 self.stranger = zmq.Context.instance().socket(zmq.PAIR)
                 self.stranger.setsockopt(zmq.LINGER, 0)
                 self.stranger.connect(address)
                 self.stranger.send(b"before the engine")
-            return super()._call(call, args)
+            return super().call(call, args)
 
     ray = Eavesdropper(monkeypatch)
 

@@ -81,12 +81,13 @@ def test_health_of_decode_servers_counts_transfers_and_tells_problems_to_those_w
     problem = "mismatch: the engines differ in dtype: bfloat16 on the decode engine, float32 on the prefill engine"
     sizes = {"num_pages": 0, "num_bytes": 0, "max_bytes": 1}
     tiers = [
-        TierStats(tier="host", **sizes),
+        TierStats(tier="disk", **sizes, problems={"read": "it cannot be read"}),
         TierStats(tier="peer", **sizes, outcomes={"complete": 2, "mismatch": 1}, problems={"tcp://10.0.0.1:7000": problem}),
     ]
     _, body = ask(headers, state="ready", tiers=tiers, api_keys=KEYS)
     assert body["transfers"] == {"complete": 2, "mismatch": 1}
     assert body.get("transfer_problems") == ({"tcp://10.0.0.1:7000": problem} if is_told else None)
+    assert body.get("tier_problems") == ({"disk read": "it cannot be read"} if is_told else None)
 
 
 def test_load_sums_the_replicas_and_lists_them():

@@ -63,7 +63,7 @@ def test_body_is_refused_before_it_is_read_when_no_prompt_is_so_long(handler):
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_chat_is_refused_before_it_is_rendered_when_it_is_too_long(monkeypatch, role):
-    monkeypatch.setattr("quire.serving.core.prepare._render", lambda *_: pytest.fail("was rendered"))
+    monkeypatch.setattr("quire.serving.core.prepare.render", lambda *_: pytest.fail("was rendered"))
     parts = [{"type": "text", "text": "x" * 10_000}] * 2
     error = error_of(post_chat, model="demo", messages=[{"role": role, "content": parts}])
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")

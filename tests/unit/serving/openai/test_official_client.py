@@ -13,15 +13,12 @@ import pytest
 from quire.api.decode import decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
-from quire.api.openai.embeddings import EmbeddingRequest
 from quire.base.errors import QuireError
 from quire.serving.answers import Stream
-from quire.serving.engine_client.messages import ChoiceDelta, RequestDelta
+from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.errors import ApiError, deadline_exceeded, from_quire_error
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
-from quire.serving.openai.embeddings import embed
-from quire.serving.openai.models import list_models
 from tests.unit.serving.fakes import TOOL_TEMPLATE, FakeGateway, make_context, make_served, text_script
 from tests.unit.serving.openai.asking import CALLER, USER, finish
 
@@ -32,7 +29,6 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
 ROUTES = {
     "/v1/chat/completions": (chat, ChatCompletionRequest),
     "/v1/completions": (complete, CompletionRequest),
-    "/v1/embeddings": (embed, EmbeddingRequest),
 }
 
 
@@ -40,8 +36,6 @@ def client_of(script, served=TOOLED):
     context = make_context(FakeGateway(script), served)
 
     async def respond(request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            return httpx.Response(200, content=await finish(await list_models(context, None)))
         handler, kind = ROUTES[request.url.path]
         try:
             body, ignored = decode_body(request.content, kind)
@@ -106,18 +100,6 @@ def test_accumulator_of_the_client_gives_what_the_whole_answer_has(tokens_per_de
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": "b"}] * 2
 
 
-def test_client_sees_every_choice_of_a_stream():
-    async def work():
-        stream = await say("One", "Two").chat.completions.create(model="demo", messages=USER, stream=True, n=2)
-        texts = {0: "", 1: ""}
-        async for chunk in stream:
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-        return texts
-
-    assert run(work()) == {0: "One", 1: "Two"}
-
-
 def test_client_reads_completions():
     async def work():
         client = say("Hi there")
@@ -143,39 +125,3 @@ def test_client_raises_an_error_in_a_stream_with_its_code():
     with pytest.raises(openai.APIError) as caught:
         run(work())
     assert caught.value.code == "deadline_exceeded"
-
-
-def test_client_raises_a_refusal_with_its_field():
-    with pytest.raises(openai.BadRequestError) as caught:
-        run(say("x").chat.completions.create(model="demo", messages=USER, temperature=9))
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError) as missing:
-        run(say("x").chat.completions.create(model="other", messages=USER))
-    assert missing.value.code == "model_not_found"
-
-
-def test_client_reads_embeddings_in_its_own_default_form():
-    vectors = {"a": [0.25, -1.5], "b": [1.0, 2.0]}
-
-    def script(job):
-        text = TOKENIZER.decode(job.request.prompt_token_ids)
-        yield RequestDelta(job.request.request_id, [], True, embedding=vectors[text])
-
-    async def work():
-        client = client_of(script)
-        bare = await client.embeddings.create(model="demo", input=["a", "b", "a"])
-        floats = await client.embeddings.create(model="demo", input="b", encoding_format="float")
-        return bare, floats
-
-    bare, floats = run(work())
-    assert [item.embedding for item in bare.data] == [vectors["a"], vectors["b"], vectors["a"]]
-    assert [item.index for item in bare.data] == [0, 1, 2]
-    assert floats.data[0].embedding == vectors["b"]
-    assert bare.usage.prompt_tokens == bare.usage.total_tokens == 3
-
-
-def test_client_lists_models():
-    async def work():
-        return [model.id async for model in say("x").models.list()]
-
-    assert run(work()) == ["demo"]

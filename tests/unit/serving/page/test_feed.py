@@ -20,7 +20,7 @@ def test_nothing_is_watched_or_computed_while_nobody_looks():
         await frames.aclose()
         assert s.engine.watched[-1] == 0
         assert s.engine.on_step == s.engine.on_kv == s.engine.on_state == s.metrics.on_end == []
-        assert s.feed._timer is None
+        assert s.feed.timer is None
         assert s.feed.num_viewers == 0
 
     run(scenario)
@@ -132,7 +132,7 @@ def test_slow_viewer_gets_a_snapshot_with_what_it_lacks_instead_of_queued_frames
             s.step(step_id)
             s.feed.tick()
             assert (await take(quick))[1] == step_id
-        viewer = s.feed._viewers[0]
+        viewer = s.feed.viewers[0]
         assert viewer.num_dropped == 48  # one frame waits, all others are gone
         kind, event_id, data = await take(slow)
         assert (kind, event_id, [row[0] for row in data["steps"]]) == ("snapshot", 49, list(range(1, 50)))

@@ -39,7 +39,7 @@ def test_every_generated_token_is_charged_and_learnt_from_when_best_of_returns_o
         refilled = 1000 / 60 * bench.loop.time()
         assert int(before) - 110 <= left <= int(before) - 110 + refilled
         assert bench.metrics.defined.generation_tokens.labels().value == 100
-        assert bench.admission._owner("a").expected_output_tokens(None) == 20
+        assert bench.admission.limits_of("a").expected_output_tokens(None) == 20
 
     with_bench(test, config=ServerConfig(api_keys=(key,)))
 

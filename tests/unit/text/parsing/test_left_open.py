@@ -3,8 +3,8 @@
 import gc
 import subprocess
 import sys
-import weakref
 
+from quire.text.parsing.message_reader import MessageReader
 from quire.text.parsing.parser import OutputParser
 from quire.text.parsing.tools import Tool
 
@@ -13,6 +13,7 @@ BEGUN = '<tool_call>{"name": "f", "arg'
 LEFT_AT_EXIT = f"""
 import os
 import quire.text.parsing.message_reader
+from quire.text.parsing.message_reader import MessageReader
 from quire.text.parsing.parser import OutputParser
 from quire.text.parsing.tools import Tool
 os.module = quire.text.parsing.message_reader
@@ -26,10 +27,15 @@ def test_program_ends_without_a_word_when_a_parser_is_left_open():
     assert ended.stderr == ""
 
 
+def num_readers():
+    gc.collect()
+    return sum(isinstance(one, MessageReader) for one in gc.get_objects())
+
+
 def test_parser_goes_when_nobody_holds_it():
+    before = num_readers()
     parser = OutputParser(tool_format="hermes", reasoning_format=None, tools=[Tool("f")], starts_in_reasoning=False)
     parser.feed(BEGUN)
-    message = weakref.ref(parser._message)
+    assert num_readers() == before + 1
     del parser
-    gc.collect()
-    assert message() is None
+    assert num_readers() == before

@@ -16,6 +16,7 @@ from quire.worker.device.memory import (
     Recordings,
     estimate_memory,
     estimated_usage,
+    float8_input_bytes,
     gathered_bytes,
     measure_usage,
     plan_device_memory,
@@ -223,6 +224,16 @@ def test_the_estimate_counts_the_logits_behind_drafts(tmp_path, monkeypatch):
     assert few == plain  # as what constraints force is drafted, too
     assert some - plain == 2 * 2 * 150_000 * (64 * 5 - (1 << 24) // 150_000)
     assert some < many < plain + GIB
+
+
+def test_the_estimate_counts_inputs_of_float8_experts_by_hand(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    experts = replace(LAYER, mlp=MoeSpec(32, 4, MlpSpec(640, "silu")))
+    spec, asked = replace(SPEC, layers=(LAYER, experts)), config(quantization="fp8")
+    assert float8_input_bytes(asked, spec, tmp_path, 257) == 257 * (4096 + 128 + 4 * (640 + 32))
+    assert float8_input_bytes(asked, spec, tmp_path, 256) == 0
+    assert float8_input_bytes(config(quantization="fp8", deterministic=True), spec, tmp_path, 257) == 0
+    assert float8_input_bytes(config(), spec, tmp_path, 257) == 0
 
 
 def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def arrays(num_tokens, num_sequences, num_sampled):
 
 
 def arrays_of(batch, step):
-    return host_step(step.tokens, batch._tables, BLOCK_SIZE)
+    return host_step(step.tokens, batch.block_tables, BLOCK_SIZE)
 
 
 @pytest.fixture
