@@ -76,7 +76,7 @@ class DeviceRankThreads:
     def pools(self, block_size, dtype, num_blocks, device):
         """Return a cache for each rank."""
         specs = [each.ranks.shard.cached_spec for each in self.decoders]
-        return [DeviceKvPool(KvSpec.of(spec, block_size, dtype), num_blocks, device) for spec in specs]
+        return [DeviceKvPool(KvSpec.on_device(spec, block_size, dtype), num_blocks, device) for spec in specs]
 
     def call(self, act):
         """Return what act(decoder, rank) returns on each rank."""

@@ -125,7 +125,7 @@ def add_compression_option(group: argparse._ArgumentGroup | argparse.ArgumentPar
         "--kv-compression",
         type=parse_compression,
         metavar="JSON",
-        help="evict blocks of the KV cache, which changes the output: fields of KvCompression, such as "
+        help="evict KV blocks, which changes the output, or leave keys unread: fields of KvCompression, such as "
         '{"method": "streaming", "budget_tokens": 1024}',
     )
 

@@ -167,7 +167,7 @@ class KvSpec:
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
     is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
     index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
-                  `dtype`; empty if there is none
+                  `dtype`, or on a GPU one of blocks beside keys and values; empty if there is none
     value_sizes   of each of layer_shapes, the size of a row of V where layers have entries; otherwise it is that of K
     """
 
@@ -203,6 +203,16 @@ class KvSpec:
         index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
         found = replace(found, index_dims=index_dims if any(index_dims) else (), value_sizes=value_sizes)
         return found._with_windows(spec) if limits_windows else found
+
+    @classmethod
+    def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
+        """Return the cache shape on a GPU, where keys of block indexers are beside those of their layers; see `of`."""
+        found = cls.of(spec, block_size, dtype, limits_windows)
+        indexers = [layer.attention.block_indexer for layer in spec.layers]
+        if not any(indexers):
+            return found
+        dims = tuple(0 if one is None else one.head_dim for one in indexers)
+        return replace(found, layer_shapes=found.layer_shapes[: len(dims)], value_sizes=(), index_dims=dims)
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""
@@ -272,7 +282,8 @@ class KvSpec:
         bits, scale_bytes = (QUANTIZED_KV_BITS[dtype], _SCALE_BYTES) if dtype in QUANTIZED_KV_BITS else (None, 0)
         bits = bits or (8 * DTYPE_BYTES[dtype],) * 2
         sizes = zip((dim, self.value_size(layer)), bits, strict=True)
-        return heads * sum(size * width // 8 + scale_bytes for size, width in sizes if size)
+        beside = self.index_dims[layer] if self.index_dims and not self.is_joined else 0
+        return heads * sum(size * width // 8 + scale_bytes for size, width in sizes if size) + beside * bits[0] // 8
 
     @property
     def bytes_per_block(self) -> int:

@@ -239,13 +239,11 @@ class AttentionSpec:
         return self.value_size == self.head_dim and self.v_scale == 1.0
 
     @property
-    def torch_only(self) -> str | None:
-        """What no kernel but those of torch has; None: nothing."""
+    def chain_reason(self) -> str | None:
+        """See ModelSpec.chain_reason."""
         if self.shared_kv is not None:
             return "compressed keys and values"
-        if self.block_indexer is not None:
-            return "an indexer of blocks of keys"
-        return None if self.has_plain_values else "values that are smaller than keys, or scaled"
+        return None if self.block_indexer is None else "an indexer of blocks of keys"
 
 
 NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
@@ -556,8 +554,7 @@ class ModelSpec:
         """What lets a model verify drafts only if they are a chain, of methods that read nothing of it; None: nothing."""
         if self.has_recurrent_state:
             return "a recurrent state"
-        attentions = (layer.attention for layer in self.layers)
-        return next((one.torch_only for one in attentions if one.shared_kv is not None or one.block_indexer is not None), None)
+        return next((reason for layer in self.layers if (reason := layer.attention.chain_reason) is not None), None)
 
     @property
     def is_causal(self) -> bool:

@@ -95,8 +95,8 @@ class SamplingParams:
     detokenize           False leaves `text` empty, and stop strings are then refused
     skip_special_tokens  leave special tokens out of the text
     priority             lower runs first under the priority policy
-    kv_compression       evict blocks of the KV cache, which changes the output: a KvCompression, or a dict of its fields; None:
-                         keep all
+    kv_compression       evict KV blocks, which changes the output, or leave keys unread: a KvCompression, or a dict of its
+                         fields; None: keep and read all
     structured_outputs   what the output has to look like: a JSON schema, a regular expression, a grammar, ...
     guided_decoding      another name of structured_outputs, which holds it afterwards
     constraint           the same, as the engine runs it; follows from structured_outputs where that is given

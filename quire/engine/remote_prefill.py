@@ -202,7 +202,7 @@ class RemotePrefill:
             num_damaged=self.client.outcomes["damaged"],
             num_declined=self.num_declined,
             num_late=self.num_late,
-            num_errors=self._client.errors.count,
+            num_errors=self.client.errors.count,
             outcomes=self.outcomes,
             problems=self.client.problems,
             peer_transfers=self.client.num_transfers,

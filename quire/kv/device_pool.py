@@ -46,7 +46,7 @@ class DeviceKvPool:
             rows = [((*shape, width_of(dtype, dim)), dtype) for dtype in dtypes]
             scales = [(shape, torch.float32) if spec.dtype_of(layer) in QUANTIZED_KV_BITS else None] * 2
             index_dim = spec.index_dims[layer] if spec.index_dims else 0
-            own = [*rows, *scales, ((*shape, index_dim), dtypes[0]) if index_dim else None]
+            own = [*rows, *scales, ((shape[0], 1, shape[2], index_dim), dtypes[0]) if index_dim else None]
             if spec.is_joined:
                 own[1] = own[3] = None
             shapes += own

@@ -97,7 +97,7 @@ class DeviceDecoder:
         if is_last:
             head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
             self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
-        fill_missing_weights(own, spec, self.dtype, device)
+        fill_missing_weights(own, self.spec, self.dtype, device)
         self._embed = DeviceEmbedding(spec, weights, self.dtype, is_in_order, ranks) if is_first else None
         self.embedding = None if self._embed is None else self._embed.linear
         self._final_norm = norm_of(own, "final_norm", spec.final_norm) if is_last else None

@@ -20,7 +20,7 @@ from quire.contracts.model_spec import (
     MoeSpec,
     RopeSpec,
 )
-from quire.kernels.reference.activation import apply_output_gate, apply_xielu, cut_gate
+from quire.kernels.reference.activation import apply_gate, apply_output_gate, apply_xielu, cut_gate
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
@@ -37,6 +37,7 @@ from quire.kernels.triton.moe import (
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
+from quire.model.device_block_indexer import BlockAttention
 from quire.model.device_embedding import norm_of
 from quire.model.device_experts import ExpertExchange
 from quire.model.device_heads import needs_separate_heads, turn_heads
@@ -86,12 +87,13 @@ class DeviceLayer:
         self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
         self._correction, scale = own.get("correction.bias"), own.get("shared_scale.weight")
         self._shared_scale = None if scale is None else DeviceLinear((scale,), None, is_in_order)
-        self._sinks = own.get("sinks.weight")
+        self._sinks, self._slopes = own.get("sinks.weight"), own.get("slopes")
         is_branched = isinstance(spec.mlp, MoeSpec) and spec.mlp.branch_norm is not None
         self._branches = ExpertBranches(spec.mlp, own) if is_branched and isinstance(spec.mlp, MoeSpec) else None
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
-        self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
+        self._sizes = [size * attention.num_kv_heads for size in (attention.head_dim, attention.value_size)]
+        self._sizes.insert(0, attention.num_heads * attention.head_dim)
         self.attn_in = norm_of(own, "attn_in", spec.attn_in)
         self._attn_out = norm_of(own, "attn_out", spec.attn_out)
         self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)
@@ -114,6 +116,8 @@ class DeviceLayer:
         self._context = None if ranks is None else ranks.context
         kinds = self._rope, is_in_order, prefix, self._context
         self._latent = None if attention.latent is None else LatentAttention(attention, own, *kinds)
+        blocks = attention, own, self._rope, self._head_ranks, is_in_order
+        self._blocks = None if attention.block_indexer is None else BlockAttention(*blocks)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         rows = None if gate is None or ranks is None else (len(gate) // attention.num_heads * ranks.num_heads,)
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order, rows)
@@ -297,12 +301,15 @@ class DeviceLayer:
         if spec.clip_qkv is not None:
             qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
         q, k, v = self._split(qkv)
+        if spec.v_scale != 1.0:
+            v.mul_(spec.v_scale)
         norms, rope = self._qk_norms, self._rope
         if norms is not None and spec.qk_norm_over == "all":
             q, k = (q, k) if self._head_ranks is None else self._head_ranks.gather_heads(q, k)
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
             q, k = (q, k) if self._head_ranks is None else self._head_ranks.own_heads(q, k)
-        heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
+        q, k = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k))
+        heads = Projections(q, k, v.unflatten(1, (-1, spec.value_size)))
         if self._context is not None:
             heads = self._context.gather_heads(heads)
         if needs_separate_heads(spec):
@@ -313,8 +320,10 @@ class DeviceLayer:
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         if step.exchange is not None and slots is not None:
             step.exchange(cache)
-        if self._context is None:
-            attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        if self._blocks is not None:
+            attended = self._blocks.attend(q, y, positions, step, cache, partial(self._adapted, step)).flatten(1)
+        elif self._context is None:
+            attended = attend(q, cache, step, spec, self._sinks, self._is_in_order, self._slopes).flatten(1)
         else:
             attended = self._context.attend(q, cache, step, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
@@ -357,7 +366,7 @@ class DeviceLayer:
             gate, up = both.chunk(2, 1)
             gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
             gate = gate if spec.sparsity == 0 else cut_gate(gate, spec.sparsity)
-            out = self._close("down", activate(gate, up, spec.activation), step)
+            out = self._close("down", _gated(gate, up, spec), step)
             return out if spec.down_scale == 1.0 else out * spec.down_scale
         if self._xielu is not None:
             return self._close("down", apply_xielu(both, *self._xielu), step)
@@ -420,10 +429,14 @@ class DeviceLayer:
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of the shared expert; with ranks, its partial sum or its columns."""
         both = self._product("shared.gate_up", y, step)
-        inner = activate(*both.chunk(2, 1), spec.activation) if spec.is_gated else activate(both, None, spec.activation)
+        inner = _gated(*both.chunk(2, 1), spec) if spec.is_gated else activate(both, None, spec.activation)
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
             inner = self._ranks.gather_inner(inner, "shared.down")
         out = self._product("shared.down", inner, step)
         if self._shared_scale is None:
             return out
         return torch.sigmoid(self._adapted(step, self._shared_scale(y), y, "shared_scale")) * out
+
+
+def _gated(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
+    return activate(gate, up, spec.activation) if spec.clamp is None else apply_gate(gate, up, spec)

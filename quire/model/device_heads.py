@@ -43,7 +43,7 @@ def _normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def fill_missing_weights(tensors: dict[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Add weights of one for norms without weights, because the kernels always multiply by a weight."""
+    """Add weights of one for norms without weights, because the kernels always multiply by a weight, and slopes of ALiBi."""
 
     def fill(name: str, norm: NormSpec | None, size: int) -> None:
         if norm is not None and not norm.has_weight:
@@ -57,6 +57,8 @@ def fill_missing_weights(tensors: dict[str, Tensor], spec: ModelSpec, dtype: tor
             fill(prefix + name, getattr(layer, name), spec.hidden_size)
         for name in ("q_norm", "k_norm"):
             fill(prefix + name, layer.attention.qk_norm, layer.attention.head_dim)
+        if layer.attention.alibi_slopes:
+            tensors[f"{prefix}slopes"] = torch.tensor(layer.attention.alibi_slopes, dtype=torch.float32, device=device)
 
 
 def rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: torch.dtype, device: torch.device) -> Rope:

@@ -47,8 +47,9 @@ class LatentAttention:
         self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
         up = own["kv_b.weight"].view(spec.num_heads, -1, self._latent.kv_rank)
         indexer = self._latent.indexer
-        is_choosing = indexer is not None and not indexer.is_shared
-        self._indexer = None if not is_choosing else _Indexer(indexer, self._latent.rope_dim, own, rope, is_in_order)
+        self._indexer = None
+        if indexer is not None and not indexer.is_shared:
+            self._indexer = _Indexer(indexer, self._latent.rope_dim, own, rope, is_in_order)
         self._into, self._out_of = up[:, : self._latent.nope_dim], up[:, self._latent.nope_dim :].transpose(1, 2)
 
     def attend(

@@ -44,8 +44,8 @@ def reason_not_to_fuse(
         return "a gate on the output of attention"
     if not isinstance(spec.mlp, MlpSpec):
         return "a mixture of experts"
-    if spec.mlp.gate_scale != 1.0 or spec.mlp.down_scale != 1.0:
-        return "a feed-forward block with factors"
+    if spec.mlp.gate_scale != 1.0 or spec.mlp.down_scale != 1.0 or spec.mlp.clamp is not None:
+        return "a feed-forward block with factors or a clamped gate"
     if spec.is_parallel:
         return "blocks in parallel"
     if spec.mlp.activation == "xielu":
@@ -56,8 +56,12 @@ def reason_not_to_fuse(
         return "clipped q, k and v"
     if spec.attention.qk_norm is not None and (spec.attention.is_qk_norm_last or spec.attention.qk_norm_over == "each"):
         return "a norm of heads after the rotation, or of each head"
-    if spec.attention.has_sinks:
-        return "attention sinks"
+    if spec.attention.has_sinks or spec.attention.alibi_slopes:
+        return "attention sinks or ALiBi"
+    if spec.attention.block_indexer is not None:
+        return "an indexer of blocks of keys"
+    if not spec.attention.has_plain_values:
+        return "values that are smaller than keys, or scaled"
     if spec.attn_out is not None or spec.mlp_out is not None:
         return "a norm after attention or the feed-forward block"
     if any(norm is not None and norm.kind != "rms" for norm in (spec.attn_in, spec.mlp_in, spec.attention.qk_norm)):

@@ -213,6 +213,11 @@ class LayerRanks:
         return self._ranks
 
     @property
+    def first_head(self) -> int:
+        """This rank's first query head."""
+        return self._own_heads.heads.start
+
+    @property
     def num_heads(self) -> int:
         """Query heads of all ranks together."""
         return sum(each.heads.size for each in self._heads)

@@ -27,12 +27,10 @@ def check_on_device(spec: ModelSpec, is_in_order: bool) -> None:
 
 
 def _refusal(layer: LayerSpec) -> str | None:
-    if layer.attention.alibi_slopes:
-        return "ALiBi"
-    if layer.attention.torch_only is not None:
-        return layer.attention.torch_only
-    if layer.has_clamped_mlp:
-        return "a clamped gate outside of a mixture of experts, or of a shared expert"
+    if layer.attention.shared_kv is not None:
+        return layer.attention.chain_reason
+    if layer.attention.alibi_scale is not None:
+        return "ALiBi of 8 bits"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
         return "xielu in a mixture of experts"
     if not layer.attention.is_causal:

@@ -189,7 +189,9 @@ def _in_whole_groups(total: int, given: ShardRange, rank: int, shares: Sequence[
 
 
 def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
-    attention = replace(layer.attention, num_heads=shard.heads.heads.size, num_kv_heads=shard.heads.kv_heads.size)
+    own, slopes = shard.heads.heads, layer.attention.alibi_slopes[shard.heads.heads.start : shard.heads.heads.stop]
+    sizes = {"num_heads": own.size, "num_kv_heads": shard.heads.kv_heads.size}
+    attention = replace(layer.attention, **sizes, alibi_slopes=slopes)
     if isinstance(layer.mlp, MoeSpec):
         mlp = replace(layer.mlp, expert=replace(layer.mlp.expert, intermediate_size=shard.inner.size))
         if mlp.shared is not None:

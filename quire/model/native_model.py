@@ -69,13 +69,13 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     if odd:
         return f"heads of {min(odd)} values (an odd number)"
     for layer in spec.layers:
-        if layer.attention.torch_only is not None:
-            return layer.attention.torch_only
+        if layer.attention.chain_reason is not None:
+            return layer.attention.chain_reason
+        if layer.attention.alibi_scale is not None:
+            return "ALiBi of 8 bits"
     if any(layer.has_clamped_mlp for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts, or of a shared expert"
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
-    if any(layer.attention.alibi_slopes for layer in spec.layers):
-        return "ALiBi"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -397,11 +397,13 @@ class NativeModelBuilder:
         if attention.query_scaling is not None:
             scaling = attention.query_scaling
             layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
-        sinks = self._vector(f"{prefix}sinks.weight")
-        if sinks is not None and shard is not None:
+        sinks, heads = self._vector(f"{prefix}sinks.weight"), ShardRange(0, attention.num_heads)
+        if shard is not None:
             heads = (shard.heads if shard.context is None else shard.context).heads
-            sinks = sinks[heads.start : heads.stop]
-        layer.sinks = [] if sinks is None else sinks.float().tolist()
+        layer.sinks = [] if sinks is None else sinks[heads.start : heads.stop].float().tolist()
+        layer.slopes = list(attention.alibi_slopes[heads.start : heads.stop])
+        if not attention.has_plain_values:
+            layer.value_dim, layer.value_scale = attention.value_size, attention.v_scale
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
         layer.attention_out_scale, layer.mixer_out_scale = spec.attention_out_scale, spec.mixer_out_scale
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0

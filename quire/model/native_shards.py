@@ -14,12 +14,13 @@ def attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shard
     if shard is None:
         return {}
     dim, own = spec.attention.head_dim, shard.heads.heads
-    heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
+    sizes = (own, dim), (shard.heads.kv_heads, dim), (shard.heads.kv_heads, spec.attention.value_size)
+    heads, keys, values = (ShardRange(part.start * size, part.stop * size) for part, size in sizes)
     return {
         "q": heads,
         "attn_gate": own if spec.attention.has_head_gate else heads,
-        "k": kv_heads,
-        "v": kv_heads,
+        "k": keys,
+        "v": values,
         "o": shard.o_outputs,
     }
 

@@ -24,7 +24,7 @@ class StepDecoder(ABC):
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
         self._kept_rows: list[int] | None = None
-        self.run_counts = (0, 0)
+        self.run_counts: tuple[int, int] = (0, 0)
         """Runs that might have been skipped, and that were; see RunSkips."""
 
     @abstractmethod

@@ -65,11 +65,13 @@ def read_pairs(path: str, tokens: Mapping[int, Sequence[int]]) -> dict[int, NDAr
     for layer, counts in tokens.items():
         rows = entries[str(layer)]
         is_square = isinstance(rows, list) and len(rows) == len(counts)
-        if not is_square or any(not _is_ints(row) or len(row) != len(counts) or min(row) < 0 for row in rows):
-            raise ConfigError(f"expert load {path}: pairs of layer {layer} must be {len(counts)} rows of so many integers >= 0")
-        found[layer] = np.array(rows, np.int64)
-        if (found[layer] != found[layer].T).any():
-            raise ConfigError(f"expert load {path}: pairs of layer {layer} must be symmetric")
+        if is_square and all(_is_ints(row) and len(row) == len(counts) and min(row) >= 0 for row in rows):
+            found[layer] = np.array(rows, np.int64)
+        if layer not in found or (found[layer] != found[layer].T).any():
+            size = len(counts)
+            raise ConfigError(
+                f"expert load {path}: pairs of layer {layer} must be a symmetric matrix [{size}, {size}] of integers >= 0"
+            )
     return found
 
 

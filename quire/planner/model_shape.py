@@ -154,7 +154,7 @@ class ModelShape:
 
         weight_bytes  of all weights, by precision
         kept_layers   that keep K and V in the model's dtype, whatever the KV format is
-        is_gpu        the cache is that of a GPU, which has other blocks
+        is_gpu        the cache is that of a GPU, see KvSpec.on_device
         """
         spec = report.spec
         head = spec.vocab_size * spec.hidden_size
@@ -287,7 +287,7 @@ def _num_stored(one: AttentionSpec) -> int:
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
     """Return the KV cache groups that an engine has for a model, by the rules of KvSpec."""
     limits_windows = spec.implementation == "quire" and spec.is_causal and not spec.has_recurrent_state
-    kv = KvSpec.of(spec, 64 if is_gpu else 16, spec.dtype, limits_windows)
+    kv = (KvSpec.on_device if is_gpu else KvSpec.of)(spec, 64 if is_gpu else 16, spec.dtype, limits_windows)
     flags = kv.is_windowed or (False,) * len(kv.layer_shapes)
     groups: list[CacheGroup] = []
     for is_windowed in (False, True):

@@ -244,7 +244,8 @@ class ParallelSimulation:
             return _Exchanged(traffic, self._seconds(traffic, batch))
         around = self._placed(around_experts(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
         sizes = layer.mlp, self.spec.hidden_size, layout.num_tensor, self.links, self.value_bytes
-        is_float8 = self.precision == "fp8" and self.hardware.has_float8 and is_float8_step(layer.mlp, batch)
+        is_float8 = self.precision == "fp8" and self.hardware.has_float8 and not self.is_gathered
+        is_float8 = is_float8 and is_float8_step(layer.mlp, batch)
         dispatch, combine = dispatch_and_combine(*sizes, self.is_gathered, is_float8)
         if layout.num_homes > 1:  # a home sends its rows, with deterministic too
             dispatch = dispatch_and_combine(*sizes, False, is_float8)[0]

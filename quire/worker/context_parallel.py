@@ -59,6 +59,8 @@ def _check_on_gpus(config: EngineConfig, spec: ModelSpec, name: str, size: int) 
             refused.append(f"kv_cache_dtype {config.kv_cache_dtype!r} (choose 'auto', 'int8' or 'fp8')")
         if any(layer.attention.qk_norm_over == "each" for layer in spec.layers):
             refused.append(f"norms of each head of q and k ({spec.model_type})")
+        if any(layer.attention.alibi_slopes or not layer.attention.has_plain_values for layer in spec.layers):
+            refused.append(f"ALiBi, and values that are smaller than keys or scaled ({spec.model_type})")
     if refused:
         raise ConfigError(
             f"{name} is {size}, but on GPUs it does not support {'; '.join(refused)}: change that, or set it to 1"
@@ -109,7 +111,7 @@ def _check_device_homes(config: EngineConfig, device: str) -> None:
 
 def _check_layers(name: str, size: int, spec: ModelSpec) -> None:
     attentions = [layer.attention for layer in spec.layers]
-    if any(one.latent is not None and one.latent.indexer is not None for one in attentions):
+    if any(one.block_indexer is not None or (one.latent is not None and one.latent.indexer is not None) for one in attentions):
         raise ConfigError(
             f"{name} is {size}, but the indexer of a {spec.model_type!r} model chooses among the keys of all tokens, on each "
             "rank: leave it out"

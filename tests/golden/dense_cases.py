@@ -101,6 +101,7 @@ CASES: dict[str, tuple[str, Options]] = {
     "phi-qk-norm": ("phi", {"qk_layernorm": True, "head_dim": 12, **_partial(0.5)}),
     "gpt-neox": ("gpt_neox", _partial(0.5)),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, **_partial(0.5)}),
+    "gpt-neox-japanese": ("gpt_neox_japanese", {**_partial(0.5), "tie_word_embeddings": False}),
     "gptj": ("gptj", _GPTJ),
     "opt": ("opt", _OPT),
     "biogpt": ("biogpt", {"tie_word_embeddings": False}),
@@ -178,11 +179,11 @@ MIXTURES: dict[str, tuple[str, Options]] = {
 }
 """Mixtures of families that are put together from what others have."""
 
-TORCH_CASES = ("bloom", "mpt", "falcon-rw", "openai-gpt")
+TORCH_CASES = ("falcon-rw", "openai-gpt")
 """Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
     *TORCH_CASES,
-    "biogpt",
+    *("bloom", "mpt", "biogpt", "gpt-neox-japanese"),
     *("jais2", "iquestcoder", "exaone", "vaultgemma", "hyperclovax", "granite-swa", "falcon", "falcon-one-norm"),
     *("falcon-sequential", "gpt-bigcode-heads", "codegen", "gpt-neo", "persimmon", "youtu"),
     *("hy-v3", "granitemoe-swa", "cohere2-moe-sigmoid", "mellum", "sarvam-moe", "sarvam-mla", "dbrx"),

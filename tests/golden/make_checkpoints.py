@@ -363,7 +363,7 @@ QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
 """Whose keys are chosen by an indexer."""
-TORCH_CASES: tuple[str, ...] = (*dense_cases.TORCH_CASES, "deepseek-v4", "minimax-m3", "mimo-v2-flash")
+TORCH_CASES: tuple[str, ...] = (*dense_cases.TORCH_CASES, "deepseek-v4", "minimax-m3")
 """Which no native kernel runs."""
 LATENT_CASES: tuple[str, ...] = (
     *(name for name, (_, options) in {**_CONFIGS, **dense_cases.CASES}.items() if "kv_lora_rank" in options),
@@ -593,7 +593,7 @@ def _rewrite_rope(text: dict[str, object]) -> None:
         text["partial_rotary_factor"] = ropes.pop("partial_rotary_factor")
     kind = ropes.pop("rope_type")
     # Both spellings are about, "type" being the older one; transformers does not read that one in Gemma 3.
-    if text["model_type"] == "gpt_neox":
+    if text["model_type"].startswith("gpt_neox"):
         text["rotary_emb_base"], text["rotary_pct"] = text.pop("rope_theta"), text.pop("partial_rotary_factor")
     is_old = kind in ("linear", "longrope") and not text["model_type"].startswith("gemma3")
     text["rope_scaling"] = None if kind == "default" else {"type" if is_old else "rope_type": kind, **ropes}

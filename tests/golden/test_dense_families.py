@@ -63,6 +63,9 @@ def test_baichuan_13b_is_llama_with_alibi_and_without_a_rope(tmp_path):
     spec = read_model_spec(tmp_path)
     found = whole_prompt_logits(Decoder(spec, load_parameters(tmp_path, spec), MAX_MODEL_LEN), PROMPT)
     assert (found - want[0]).abs().max() <= F32_TOLERANCE
+    if load_native() is not None:
+        native = NativeDecoder(load_native(), spec, load_parameters(tmp_path, spec), MAX_MODEL_LEN)
+        assert (whole_prompt_logits(native, PROMPT) - want[0]).abs().max() <= NATIVE_TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["mistral3-ministral3", "qwen3-vl"])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.golden
 
 NUM_STEPS = 40
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
-CASES = ["mistral-window", "gemma2", "gemma3", "gpt-oss"]
+CASES = ["mistral-window", "gemma2", "gemma3", "gpt-oss", "mimo-v2-flash"]
 DECODERS = {
     "native": pytest.param(16, 60, marks=pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")),
     "torch": (4, 120),

@@ -107,7 +107,7 @@ class Scheduler:
         self._num_hit_tokens = 0
         self._evicted: dict[SequenceId, tuple[int, ...]] = {}  # blocks that the worker's tables still have
         self._num_evicted_blocks = 0
-        self.run_counts = (0, 0)
+        self.run_counts: tuple[int, int] = (0, 0)
         """See StepResult."""
         self.timelines: TimelineRecorder | None = None
         """Records what happens to each sequence, if set; it is told here and by the step loop."""

@@ -56,20 +56,23 @@ _LATENT_GROUP = 32
 class _Heads(NamedTuple):
     """The heads of attention as kernels see them: num_kv groups of `group` query heads, whose values have `dim` elements.
 
-    extra  elements of keys before those that are values, too (latent attention); 0: keys and values are separate
+    extra  elements of keys more than of values
+    is_joined  a row is key and, without its first `extra` elements, value of all groups (latent attention)
     """
 
     num_kv: int
     group: int
     dim: int
     extra: int = 0
+    is_joined: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> _Heads:
         if spec.latent is None:
-            return cls(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+            group, dim = spec.num_heads // spec.num_kv_heads, spec.value_size
+            return cls(spec.num_kv_heads, group, dim, spec.head_dim - dim)
         group = max(size for size in range(1, _LATENT_GROUP + 1) if spec.num_heads % size == 0)
-        return cls(spec.num_heads // group, group, spec.latent.kv_rank, spec.latent.rope_dim)
+        return cls(spec.num_heads // group, group, spec.latent.kv_rank, spec.latent.rope_dim, is_joined=True)
 
 
 class KvCache(NamedTuple):
@@ -79,7 +82,8 @@ class KvCache(NamedTuple):
                         of rotated vectors, see rotated_codes.py. Keys may be int8 and values u8
     k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
     index               [num_blocks, 1, block_size, D] keys of an indexer (IndexerSpec), in q's dtype; None: there is none
-    Latent attention has one tensor for both: K is 1, and a row its rotated key and then its latent row.
+    Latent attention has one tensor for both: K is 1, and a row its rotated key and then its latent row. Of values that are
+    smaller than keys, the rest of a row is not read.
     """
 
     k: Tensor
@@ -96,6 +100,7 @@ def attend(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     is_in_order: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
@@ -103,17 +108,18 @@ def attend(
     sinks    [H] float, an attention sink per head: a logit in the softmax without a value; None: none
     is_in_order  batch-invariant: a query has the same bits whether it is computed with its prompt, a part of it, or by itself;
                  slower
-    Returns  [T, H, D] in q's dtype, zeros for padding sequences; of latent attention [T, H, kv_rank]. Sums are in f32. Does not
-             write the cache
+    slopes   [H] f32, spec.alibi_slopes, where there are any
+    Returns  [T, H, size of values] in q's dtype, zeros for padding sequences; of latent attention [T, H, kv_rank]. Sums are in
+             f32. Does not write the cache
 
     Raises InvariantError for shapes and dtypes that do not match.
     """
-    is_plain = sinks is None and spec.latent is None and not is_in_order
+    is_plain = sinks is None and slopes is None and spec.latent is None and spec.has_plain_values and not is_in_order
     if step.library is not None and step.num_drafts is None and is_plain:
-        _check(q, q, cache, spec, sinks)
+        _check(q, q, cache, spec)
         return step.library.attend(q, cache.k, cache.v, step, spec)
     out = torch.empty(*q.shape[:2], _Heads.of(spec).dim, dtype=q.dtype, device=q.device)
-    run_all(attend_launches(out, q, cache, step, spec, sinks, is_in_order))
+    run_all(attend_launches(out, q, cache, step, spec, sinks, is_in_order, slopes))
     return out
 
 
@@ -125,6 +131,7 @@ def attend_launches(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     is_in_order: bool = False,
+    slopes: Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches of `attend`, which write the contiguous `out`.
 
@@ -135,25 +142,25 @@ def attend_launches(
     computed on the device, once per step, so launches are the same for all lengths. Batch-invariant attention uses the same
     tiles and chunks for both, and merges chunks one by one.
     """
-    _check(out, q, cache, spec, sinks)
-    if step.has_cached_drafts and spec.window is not None:
+    _check(out, q, cache, spec, sinks, slopes)
+    if step.has_cached_drafts and (spec.window is not None or slopes is not None):
         raise InvariantError(
-            f"with a window ({spec.window} tokens) all drafts of a tree must be rows of the step, as a window needs their "
-            "positions, but the first ones are cached; compute them again"
+            f"with a window ({spec.window} tokens) or ALiBi all drafts of a tree must be rows of the step, as their "
+            "positions are needed, but the first ones are cached; compute them again"
         )
-    _, group, dim, _ = _Heads.of(spec)
+    _, group, dim, *_ = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
     fixed = in_order_attention_tile(*kinds) if is_in_order else None
     num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype, is_in_order)
     short, long = step.tiles(num_queries, num_short)
     launches: list[Launch] = []
     if short.num_tiles:
-        launches += _split_on_device(_short_call(out, q, cache, step, spec, sinks, short, is_in_order))
+        launches += _split_on_device(_short_call(out, q, cache, step, spec, sinks, short, is_in_order, slopes))
     if long.num_tiles:
         tile = fixed or long_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
-        call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order)
+        call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order, slopes)
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
     return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
@@ -220,17 +227,18 @@ def _short_call(
     sinks: Tensor | None,
     tiles: Tiles,
     is_in_order: bool,
+    slopes: Tensor | None = None,
 ) -> _Call:
-    _, group, dim, _ = _Heads.of(spec)
+    _, group, dim, *_ = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
     tile = in_order_attention_tile(*kinds) if is_in_order else short_attention_tile(dim, group, *kinds[1:])
     rows = power_of_two(tiles.num_queries * group, tile.rows)
-    return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order)
+    return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order, slopes)
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries per tile, and the maximum number of queries of a short sequence, for DeviceAttentionMetadata.tiles."""
-    _, group, dim, _ = _Heads.of(spec)
+    _, group, dim, *_ = _Heads.of(spec)
     tile = (in_order_attention_tile if is_in_order else long_attention_tile)(dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
 
@@ -246,6 +254,7 @@ class _Call(NamedTuple):
     tile: AttentionTile
     chunk: int
     is_in_order: bool
+    slopes: Tensor | None = None
 
     @property
     def heads(self) -> _Heads:
@@ -278,7 +287,7 @@ def _split(call: _Call) -> list[Launch]:
 def _attend_whole(call: _Call) -> Launch:
     """Return the launch of a program for each run of queries, over all its keys."""
     out, q, (k, v, *_), step = call.out, call.q, call.cache, call.step
-    is_causal = step.num_drafts is None and call.sinks is None
+    is_causal = step.num_drafts is None and call.sinks is None and call.slopes is None
     launch = attend_prompts_launch(out, q, k, v, step, call.tiles, call.spec) if is_causal else None
     return _attend_runs(call) if launch is None else launch
 
@@ -305,7 +314,7 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
 
 def _split_on_device(call: _Call) -> list[Launch]:
     """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge."""
-    window, tiles, (num_kv_heads, group, dim, _) = call.spec.window, call.tiles, call.heads
+    window, tiles, (num_kv_heads, group, dim, *_) = call.spec.window, call.tiles, call.heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)
     if num_chunks <= 1:
@@ -386,17 +395,19 @@ def _merge(call: _Call, kernel: triton.JITFunction, parts: Mapping[str, Tensor |
 
 
 def _key_arguments(call: _Call) -> dict[str, Tensor | int | float | None]:
-    spec, step, cache = call.spec, call.step, call.cache
+    spec, step, cache, has_list = call.spec, call.step, call.cache, call.tiles.sequences is not None
+    needs_positions = spec.window is not None or (call.slopes is not None and step.ancestors is not None)
     return {
         "q_ptr": call.q,
         "k_ptr": cache.k,
         "v_ptr": cache.v,
         "k_scales_ptr": cache.k_scales,
         "v_scales_ptr": cache.v_scales,
+        "slopes_ptr": call.slopes,
         **_run_arguments(call),
         "block_tables_ptr": step.block_tables,
-        "ancestors_ptr": None if call.tiles.sequences is None else step.ancestors,
-        "positions_ptr": None if call.tiles.sequences is None or spec.window is None else step.positions,
+        "ancestors_ptr": step.ancestors if has_list else None,
+        "positions_ptr": step.positions if has_list and needs_positions else None,
         "scale": spec.scale * (1.0 if spec.softcap else LOG2_E.value),
         "q_stride": call.q.stride(0),
         "table_stride": step.block_tables.stride(0),
@@ -414,6 +425,7 @@ def _key_constants(call: _Call) -> dict[str, object]:
         "BLOCK_N": tile.keys,
         "BLOCK_D": power_of_two(heads.dim, 16),
         "EXTRA": heads.extra,
+        "IS_JOINED": heads.is_joined,
         "BLOCK_E": power_of_two(heads.extra, 16),
         "SOFTCAP": spec.softcap or 0.0,
         "COMPUTE": ELEMENT_TYPES[compute],
@@ -443,7 +455,9 @@ def _run_constants(call: _Call) -> dict[str, object]:
     }
 
 
-def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None) -> None:
+def _check(
+    out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None = None, slopes: Tensor | None = None
+) -> None:
     check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *_FLOATS)
     check_contiguous("out", out, (*q.shape[:2], _Heads.of(spec).dim), q.dtype)
     if q.stride(1) != spec.head_dim and spec.num_heads > 1:
@@ -451,6 +465,10 @@ def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: T
     check_cache(cache, spec.num_kv_heads, spec.head_dim, q.dtype)
     if spec.latent is not None and (cache.v is not cache.k or cache.k.dtype == PACKED):
         raise InvariantError("latent attention has one cache of rows, not in codes of four bits, for keys and values")
+    if (slopes is None) != (not spec.alibi_slopes):
+        raise InvariantError("slopes are given where heads have them")
+    if slopes is not None:
+        check_contiguous("slopes", slopes, (spec.num_heads,), torch.float32)
     if sinks is not None:
         check_contiguous("sinks", sinks, (spec.num_heads,), *_FLOATS)
 

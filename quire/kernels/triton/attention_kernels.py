@@ -149,9 +149,11 @@ def _attend_span(
     ancestors_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     scale: tl.tensor,
+    slopes: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
+    IS_JOINED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -162,11 +164,12 @@ def _attend_span(
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
-    to all of them. bottom: the first key that any row of the run may see. EXTRA: see attend_runs. IN_ORDER: batch-invariant."""
+    to all of them. bottom: the first key that any row of the run may see. EXTRA, IS_JOINED: see attend_runs. slopes:
+    of the rows. IN_ORDER: batch-invariant."""
     dims = tl.arange(0, BLOCK_D)
     # Of codes of four bits, each byte is loaded for both of its dims.
     K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
-    V_WIDTH: tl.constexpr = HEAD_DIM // 2 if v_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
+    V_WIDTH: tl.constexpr = HEAD_DIM // 2 if v_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
     k_dims = dims % K_WIDTH if K_WIDTH < HEAD_DIM else dims + EXTRA
     v_dims = dims % V_WIDTH if V_WIDTH < HEAD_DIM else dims
     for first in tl.range(low, high, BLOCK_N):
@@ -182,10 +185,10 @@ def _attend_span(
         if IS_MASKED or HEAD_DIM != BLOCK_D:
             is_there = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=is_there, other=0.0)
-            v = k if EXTRA > 0 else tl.load(v_tile, mask=is_there, other=0.0)
+            v = k if IS_JOINED else tl.load(v_tile, mask=is_there, other=0.0)
         else:
             k = tl.load(k_tile)
-            v = k if EXTRA > 0 else tl.load(v_tile)
+            v = k if IS_JOINED else tl.load(v_tile)
         if K_WIDTH < HEAD_DIM:
             k = unpack(k, dims, HEAD_DIM)
         if V_WIDTH < HEAD_DIM:
@@ -202,6 +205,13 @@ def _attend_span(
             scores = scores * tl.load(k_scales_ptr + base + rows, mask=is_key, other=0.0)[None, :]
         if SOFTCAP > 0:
             scores = tanh(scores * (1.0 / SOFTCAP)) * (SOFTCAP * LOG2_E)
+        if slopes is not None:
+            places = keys
+            if ancestors_ptr is not None:
+                is_draft = (keys >= tree_start) & (keys < end)
+                places = tl.where(is_draft, tl.load(positions_ptr + token_shift + keys, mask=is_draft, other=0), keys)
+            # From the index of a query: its position would only shift its row.
+            scores += slopes[:, None] * (places[None, :] - queries[:, None]).to(tl.float32)
         if IS_MASKED:
             seen = is_seen(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -253,9 +263,11 @@ def attend_keys(
     ancestors_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     scale: tl.tensor,
+    slopes: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
+    IS_JOINED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -279,20 +291,20 @@ def attend_keys(
         acc, best, total = _attend_span(
             acc, best, total, q, q_extra, low, first, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-            ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
+            ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale, slopes,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
         )  # fmt: skip
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
     middle = tl.maximum(middle, first)
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, first, middle, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, False,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
+        HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, False,
     )  # fmt: skip
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, middle, high, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
+        HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
     )  # fmt: skip
     return acc / tl.maximum(total, TINY)[:, None], best + tl.log2(total)
 
@@ -305,6 +317,7 @@ def attend_runs(
     k_scales_ptr: tl.tensor,
     v_scales_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
@@ -329,6 +342,7 @@ def attend_runs(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
+    IS_JOINED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -344,9 +358,11 @@ def attend_runs(
     partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
     scale     of the scores, which are base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
     WINDOW 0: none; SOFTCAP 0: none
-    EXTRA     of latent attention (MLA): the cache has one row [EXTRA + HEAD_DIM] per token, of which all groups of heads read
-              the key as a whole and the value without its first EXTRA elements; heads of q have as many. v is k. 0: other
-              attention
+    slopes    [H] f32 or None: a key's score loses the slope for each token between it and the query (ALiBi)
+    EXTRA     keys, heads of q and rows of the cache have EXTRA + HEAD_DIM elements, values HEAD_DIM. Values that are smaller
+              than keys stand first in their rows
+    IS_JOINED of latent attention (MLA): v is k, a row per token that all groups of heads read, as value without its first EXTRA
+              elements
     IN_CHUNKS if not split, keys are processed chunk by chunk, and merged as merge_chunks does with one at a time
     """
     tile = tl.program_id(0)
@@ -378,8 +394,11 @@ def attend_runs(
         extra_dims = tl.arange(0, BLOCK_E)
         is_extra = (extra_dims < EXTRA)[None, :]
         q_extra = tl.load(q_ptr + q_rows[:, None] + extra_dims[None, :], mask=is_extra, other=0.0).to(COMPUTE)
-    CACHED_HEADS: tl.constexpr = 1 if EXTRA > 0 else NUM_KV_HEADS
-    cached_head = kv_head * 0 if EXTRA > 0 else kv_head
+    CACHED_HEADS: tl.constexpr = 1 if IS_JOINED else NUM_KV_HEADS
+    cached_head = kv_head * 0 if IS_JOINED else kv_head
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + heads) * LOG2_E
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
     if IN_CHUNKS and partial_ptr is None:
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -392,8 +411,8 @@ def attend_runs(
             part, part_sum = attend_keys(
                 q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row,
                 place, end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW,
-                SOFTCAP, COMPUTE, True,
+                ancestors_ptr, positions_ptr, scale, slopes, HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE,
+                BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
             )  # fmt: skip
             new_best = tl.maximum(log_sum, part_sum)
             base = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -406,8 +425,8 @@ def attend_runs(
     else:
         out, log_sum = attend_keys(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
-            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
         )  # fmt: skip
     if partial_ptr is not None:
         part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks + tl.program_id(2)

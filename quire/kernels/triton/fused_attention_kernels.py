@@ -200,8 +200,8 @@ def attend_projected(
     q = cast_to(q, COMPUTE)
     out, log_sums = attend_keys(
         q, None, low, high, end - 1 + lanes * 0, is_row, end - 1, end, end, kv_head, kv_head,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, own_table_ptr, None, None, scale,
-        HEAD_DIM, BLOCK_D, 0, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, own_table_ptr, None, None, scale, None,
+        HEAD_DIM, BLOCK_D, 0, False, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)

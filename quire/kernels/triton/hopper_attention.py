@@ -38,7 +38,7 @@ def attend_prompts_launch(
     steps most of whose tiles have tokens.
     """
     group = spec.num_heads // spec.num_kv_heads
-    is_plain = spec.window is None and spec.softcap is None and spec.latent is None
+    is_plain = spec.window is None and spec.softcap is None and spec.latent is None and spec.has_plain_values
     is_placed = q.stride(0) % _ALIGNED == 0 and k.shape[2] % BOX == 0 and tiles.num_queries * group <= ROWS
     is_known = q.dtype in (torch.bfloat16, torch.float16) and k.dtype == q.dtype and spec.head_dim in _HEAD_DIMS
     if not (is_plain and is_placed and is_known and tiles.sequences is not None and runs_on(q.device)):

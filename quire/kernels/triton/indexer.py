@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.triton.attention import IS_FUSED, KvCache, attend
 from quire.kernels.triton.indexer_kernels import _score_keys
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
-_SCORES_AT_ONCE = 1 << 26
+SCORES_AT_ONCE = 1 << 26
 """Scores of a launch, of some tokens for all keys that there may be: a quarter of a GiB. The other tokens follow."""
 _KEYS = 64
 
 
 class IndexInputs(NamedTuple):
-    """heads [T, H, D] of the indexer's queries, rotated; weights [T, H] f32; keys [num_blocks, 1, block_size, D], its cache."""
+    """heads [T, H, D] of the indexer's queries, rotated; weights [T, H] f32, None where each head chooses; keys [num_blocks, 1,
+    block_size, D], its cache."""
 
     heads: Tensor
-    weights: Tensor
+    weights: Tensor | None
     keys: Tensor
 
 
@@ -38,8 +40,8 @@ def choose_keys(
     """Return the keys that the indexer chooses for each query, itself included, causally: steps of consecutive queries, each a
     sequence of one query in blocks of one token. This step's index keys are already stored."""
     num_tokens, num_keys, device = len(index.heads), max(1, step.max_context_len), index.heads.device
-    sequences = _sequences_of(step, num_tokens)
-    count = max(1, _SCORES_AT_ONCE // num_keys)
+    sequences = sequences_of(step, num_tokens)
+    count = max(1, SCORES_AT_ONCE // num_keys)
     found: list[DeviceAttentionMetadata] = []
     for first in range(0, num_tokens, count):
         own = slice(first, min(first + count, num_tokens))
@@ -89,7 +91,7 @@ def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return chosen[:, :top_k], is_chosen.sum(1, dtype=torch.int32)
 
 
-def _sequences_of(step: DeviceAttentionMetadata, num_tokens: int) -> Tensor:
+def sequences_of(step: DeviceAttentionMetadata, num_tokens: int) -> Tensor:
     """Return the sequence of each token, [T] i32."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=step.slots.device)
     if step.is_decode:
@@ -104,19 +106,26 @@ def _slots_of(keys: Tensor, block_tables: Tensor, sequences: Tensor, block_size:
 
 
 def score_keys_launch(
-    out: Tensor, index: IndexInputs, sequences: Tensor, step: DeviceAttentionMetadata, indexer: IndexerSpec, first: int
+    out: Tensor,
+    index: IndexInputs,
+    sequences: Tensor,
+    step: DeviceAttentionMetadata,
+    indexer: IndexerSpec | BlockIndexerSpec,
+    first: int,
 ) -> Launch:
-    """Return the launch that writes the scores [N, keys] f32 of tokens [first, first + N); -inf: the token does not see the
-    key. sequences [T] i32: of all tokens."""
+    """Return the launch that writes the scores [N, keys] f32, without weights [N, H, keys], of tokens [first, first + N); -inf:
+    the token does not see the key. sequences [T] i32: of all tokens."""
     num_heads, dim = indexer.num_heads, indexer.head_dim
-    check_contiguous("scores", out, (None, None), torch.float32)
+    weights = index.weights
+    check_contiguous("scores", out, (None, None) if weights is not None else (None, num_heads, None), torch.float32)
     check_contiguous("index heads", index.heads, (None, num_heads, dim), *ELEMENT_TYPES)
-    check_contiguous("index weights", index.weights, (len(index.heads), num_heads), torch.float32)
+    if weights is not None:
+        check_contiguous("index weights", weights, (len(index.heads), num_heads), torch.float32)
     check_contiguous("index keys", index.keys, (None, 1, None, dim), index.heads.dtype)
     arguments = {
         "out_ptr": out,
         "q_ptr": index.heads,
-        "weights_ptr": index.weights,
+        "weights_ptr": weights,
         "keys_ptr": index.keys,
         "sequences_ptr": sequences,
         "query_starts_ptr": step.query_starts,
@@ -125,7 +134,7 @@ def score_keys_launch(
         "num_drafts_ptr": step.num_drafts,
         "ancestors_ptr": step.ancestors,
         "first_token": first,
-        "num_keys": out.shape[1],
+        "num_keys": out.shape[-1],
         "table_stride": step.block_tables.stride(0),
     }
     constants = {
@@ -138,5 +147,5 @@ def score_keys_launch(
         "SCALE": dim**-0.5,
         "COMPUTE": ELEMENT_TYPES[index.heads.dtype],
     }
-    grid = (len(out), ceil_divide(out.shape[1], _KEYS))
+    grid = (len(out), ceil_divide(out.shape[-1], _KEYS))
     return Launch(_score_keys, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=IS_FUSED)

@@ -266,7 +266,7 @@ def _product_launches(
     )
     dtype, is_float8 = call.out.dtype, x.dtype == torch.uint8
     tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, dtype)
-    if is_float8:  # one tile and one way of sorting, although some ranks may have few pairs: others are not compiled ahead
+    if is_float8:  # as is compiled ahead, although a rank may have few pairs
         tile = large_expert_tile()
     sort, pairs = sort_launches(routes.experts, spec.num_experts, tile.pairs, is_always=is_float8)
     hidden = torch.empty(num_pairs, inner, dtype=dtype, device=x.device)

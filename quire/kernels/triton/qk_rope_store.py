@@ -44,7 +44,10 @@ def rope_table(spec: RopeSpec, frequencies: Tensor, num_positions: int, dtype: t
 
 
 class Projections(NamedTuple):
-    """q [T, H, D] and k, v [T, K, D], the heads of a token contiguous in each; they may be parts of one projection."""
+    """q [T, H, D] and k, v [T, K, D], the heads of a token contiguous in each; they may be parts of one projection.
+
+    Values may be smaller than keys: the cache gets zeros after them.
+    """
 
     q: Tensor
     k: Tensor
@@ -116,6 +119,7 @@ def place_heads_launch(
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": v.shape[2],
         "BLOCK_SIZE": cache.k.shape[2],
         "BLOCK_H": block_h,
         "BLOCK_D": power_of_two(head_dim),
@@ -143,13 +147,14 @@ def _check(
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None,
 ) -> None:
-    q, k, _ = projected
+    q, k, v = projected
     num_tokens, _, head_dim = q.shape
     num_kv_heads = k.shape[1]
     check_contiguous("out", out, tuple(q.shape), q.dtype)
-    for name, tensor, heads in (("q", q, q.shape[1]), ("k", k, num_kv_heads), ("v", projected.v, num_kv_heads)):
-        check_tensor(name, tensor, (num_tokens, heads, head_dim), q.dtype)
-        if heads > 1 and tensor.stride(1) != head_dim:
+    sizes = (q, q.shape[1], head_dim), (k, num_kv_heads, head_dim), (v, num_kv_heads, min(v.shape[2], head_dim))
+    for name, (tensor, heads, dim) in zip("qkv", sizes, strict=True):
+        check_tensor(name, tensor, (num_tokens, heads, dim), q.dtype)
+        if heads > 1 and tensor.stride(1) != dim:
             raise InvariantError(f"the heads of a token of {name} must lie in one piece, got strides {tensor.stride()}")
     check_cache(cache, num_kv_heads, head_dim, q.dtype)
     if slots is not None:

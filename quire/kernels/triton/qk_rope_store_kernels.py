@@ -116,6 +116,7 @@ def _place_heads(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,6 +159,6 @@ def _place_heads(
         else:
             x = load_heads(
                 v_ptr + token * v_stride, heads, is_head, None, None, position,
-                HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
+                VALUE_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
             )  # fmt: skip
             store_heads(x, v_cache_ptr, v_scales_ptr, rows, is_head, HEAD_DIM, BLOCK_D, LARGEST)

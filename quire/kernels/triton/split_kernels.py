@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_keys, find_run
 from quire.kernels.triton.merge_kernels import merge_row
 
@@ -90,6 +91,7 @@ def attend_chunks(
     v_ptr: tl.tensor,
     k_scales_ptr: tl.tensor,
     v_scales_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -116,6 +118,7 @@ def attend_chunks(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
+    IS_JOINED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
@@ -134,8 +137,8 @@ def attend_chunks(
     queries = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
-    CACHED_HEADS: tl.constexpr = 1 if EXTRA > 0 else NUM_KV_HEADS
-    cached_head = kv_head * 0 if EXTRA > 0 else kv_head
+    CACHED_HEADS: tl.constexpr = 1 if IS_JOINED else NUM_KV_HEADS
+    cached_head = kv_head * 0 if IS_JOINED else kv_head
     num_items = tl.load(starts_ptr + num_tiles)
     # Values hoisted out of this loop stay in registers, of which one-query runs then have too few, except for f32 and windows.
     STAYS: tl.constexpr = tile_sequences_ptr is None and WINDOW == 0 and tl.float32 != COMPUTE
@@ -157,11 +160,14 @@ def attend_chunks(
             extra_dims = tl.arange(0, BLOCK_E)
             is_extra = is_row[:, None] & (extra_dims < EXTRA)[None, :]
             q_extra = tl.load(q_ptr + q_rows[:, None] + extra_dims[None, :], mask=is_extra, other=0.0).to(COMPUTE)
+        slopes = None
+        if slopes_ptr is not None:
+            slopes = tl.load(slopes_ptr + heads) * LOG2_E
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
         out, log_sum = attend_keys(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
-            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
             MOST == 0,
         )  # fmt: skip
         parts = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP) + rows

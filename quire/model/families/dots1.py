@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec
-from quire.model.families import glm4_moe
+from quire.model.families import qwen3_moe
 from quire.model.families.blocks import assemble, read_is_sliding, read_mlp, read_rms_norm
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import read_sigmoid_moe, read_sparse_layers
@@ -30,4 +30,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, layers, norm)
 
 
-PAGE = FamilyPage(("Dots1ForCausalLM",), read_spec, glm4_moe.find_sources)
+PAGE = FamilyPage(("Dots1ForCausalLM",), read_spec, qwen3_moe.find_sources)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec
+from quire.model.families import gemma2
 from quire.model.families.blocks import assemble, read_attention, read_is_sliding, read_mlp, read_rms_norm, window_of
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import SANDWICH_LAYER, Sources, rename
 
 MODEL_TYPE = "exaone4"
 
@@ -39,9 +39,4 @@ def _pattern(config: ConfigView) -> Callable[[int], bool]:
     return lambda index: (index + 1) % period != 0
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored."""
-    return rename(spec, SANDWICH_LAYER)
-
-
-PAGE = FamilyPage(("Exaone4ForCausalLM",), read_spec, find_sources)
+PAGE = FamilyPage(("Exaone4ForCausalLM",), read_spec, gemma2.find_sources)

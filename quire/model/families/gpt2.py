@@ -22,17 +22,18 @@ IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 _LINEARS = {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
+def read_feed_forward(config: ConfigView, hidden_size: int, key: str = "n_inner") -> MlpSpec:
+    """Return a feed-forward block of the width under `key`, or else of four times the hidden size."""
+    inner = config.nullable_integer(key)
+    inner = 4 * hidden_size if inner is None else inner
+    return MlpSpec(inner, read_activation(config, "activation_function"), is_gated=False, has_bias=True)
+
+
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a GPT-2 model."""
     hidden_size, num_heads, head_dim = read_sizes(config, ("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     norm = NormSpec("layer", config.number("layer_norm_epsilon"), has_bias=True)
-    inner = config.nullable_integer("n_inner")
-    mlp = MlpSpec(
-        4 * hidden_size if inner is None else inner,
-        read_activation(config, "activation_function"),
-        is_gated=False,
-        has_bias=True,
-    )
+    mlp = read_feed_forward(config, hidden_size)
     scale = head_dim**-0.5 if config.boolean("scale_attn_weights") else 1.0
     is_scaled_by_layer = config.boolean("scale_attn_by_inverse_layer_idx")
     layers = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from quire.model.families import gpt2
-from quire.model.families.blocks import assemble, read_activation, read_layer_norm, read_sizes
+from quire.model.families.blocks import assemble, read_layer_norm, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Sources, rename
@@ -26,10 +26,8 @@ _LAYER = {
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a GPT-Neo model."""
     hidden_size, num_heads, head_dim = read_sizes(config, heads=("num_heads", "num_attention_heads"))
-    inner, norm = config.nullable_integer("intermediate_size"), read_layer_norm(config, "layer_norm_epsilon")
-    inner = 4 * hidden_size if inner is None else inner
-    mlp = MlpSpec(inner, read_activation(config, "activation_function"), is_gated=False, has_bias=True)
-    window = config.integer("window_size")
+    mlp = gpt2.read_feed_forward(config, hidden_size, "intermediate_size")
+    norm, window = read_layer_norm(config, "layer_norm_epsilon"), config.integer("window_size")
     layers = [
         LayerSpec(
             AttentionSpec(num_heads, num_heads, head_dim, 1.0, window=window if kind == "local" else None, has_o_bias=True),

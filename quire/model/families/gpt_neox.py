@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia: LayerNorm, parallel blocks of a norm each, a part of each head rotated, q, k, v of a head together."""
+"""GPT-NeoX and Pythia: LayerNorm, parallel blocks of a norm each, a part of each head rotated, q, k, v of a head together; and
+GPT-NeoX Japanese, in sequence and without biases but one."""
 
 from __future__ import annotations
 
@@ -6,15 +7,23 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from quire.contracts.model_spec import LayerSpec, ModelSpec
-from quire.model.families.blocks import read_attention, read_head_dim, read_layer_norm, read_mlp, repeat_layer
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
+from quire.model.families.blocks import (
+    assemble,
+    read_activation,
+    read_attention,
+    read_head_dim,
+    read_layer_norm,
+    read_mlp,
+    repeat_layer,
+)
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import Sources, join_qkv, rename
+from quire.model.families.sources import Source, Sources, join_qkv, rename
 
 MODEL_TYPE = "gpt_neox"
-
+JAPANESE_MODEL_TYPE = "gpt_neox_japanese"
 
 _TOP = {"embed": "embed_in", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
 LAYER = {
@@ -37,9 +46,25 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return repeat_layer(config, LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm, is_parallel=is_parallel), norm)
 
 
+def read_japanese_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of a GPT-NeoX Japanese model, whose last layer has a bias after attention."""
+    norm, hidden_size = read_layer_norm(config), config.integer("hidden_size")
+    attention = read_attention(config, read_rope(config, read_head_dim(config), can_be_partial=True))
+    attention = replace(attention, num_kv_heads=attention.num_heads)
+    inner = config.integer("intermediate_multiple_size") * hidden_size
+    layer = LayerSpec(attention, MlpSpec(inner, read_activation(config), is_gated=False), attn_in=norm, mlp_in=norm)
+    layers = [layer] * config.integer("num_hidden_layers")
+    layers[-1] = replace(layer, attention=replace(attention, has_o_bias=True))
+    return assemble(config, layers, norm)
+
+
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
-    return find_joined_sources(spec, LAYER, _TOP, "attention")
+    sources = find_joined_sources(spec, LAYER, _TOP, "attention")
+    if spec.model_type == JAPANESE_MODEL_TYPE:
+        last = len(spec.layers) - 1
+        sources[f"layers.{last}.o.bias"] = Source.of(f"layers.{last}.attention.dense_bias")
+    return sources
 
 
 def find_joined_sources(
@@ -51,6 +76,9 @@ def find_joined_sources(
     return sources
 
 
+JAPANESE_PAGE = FamilyPage(
+    ("GPTNeoXJapaneseForCausalLM",), read_japanese_spec, find_sources, prefixes=("gpt_neox_japanese.",), head="embed_out"
+)
 PAGE = FamilyPage(
     ("GPTNeoXForCausalLM",),
     read_spec,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from quire.model.families.blocks import assemble, read_activation, read_layer_norm, read_sizes
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.model.families import gpt2
+from quire.model.families.blocks import assemble, read_layer_norm, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Sources, pair_halves, rename
@@ -34,13 +35,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     rotated = head_dim if rotated is None else rotated
     if rotated % 2 or rotated > head_dim:
         raise config.error("rotary_dim", rotated, f"an even number of at most {head_dim}")
-    norm, inner = read_layer_norm(config, "layer_norm_epsilon"), config.nullable_integer("n_inner")
-    mlp = MlpSpec(
-        4 * hidden_size if inner is None else inner,
-        read_activation(config, "activation_function"),
-        is_gated=False,
-        has_bias=True,
-    )
+    norm, mlp = read_layer_norm(config, "layer_norm_epsilon"), gpt2.read_feed_forward(config, hidden_size)
     attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, RopeSpec(rotated, _THETA))
     layer = LayerSpec(attention, mlp, attn_in=norm, is_parallel=True)
     return assemble(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import ModelSpec
 from quire.model.families import llama
 from quire.model.families.config_view import ConfigView
@@ -13,9 +12,8 @@ MODEL_TYPE = "iquestcoder"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of an IQuest-Coder model."""
-    for key in ("clip_qkv", "use_sliding_window"):
-        if config.raw(key):
-            raise UnsupportedError(f"{key} {config.raw(key)!r} is not supported in a {config.model_type!r} model; leave it out")
+    config.refuse_other("clip_qkv", None)
+    config.refuse_other("use_sliding_window", False)
     return llama.read_spec(config)
 
 

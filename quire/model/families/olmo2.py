@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec
+from quire.model.families import gemma2
 from quire.model.families.blocks import assemble, read_attention, read_head_dim, read_mlp, read_rms_norm
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import SANDWICH_LAYER, Sources, rename
 
 MODEL_TYPE = "olmo2"
 
@@ -24,9 +23,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, [layer] * config.integer("num_hidden_layers"), norm)
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored."""
-    return rename(spec, SANDWICH_LAYER)
-
-
-PAGE = FamilyPage(("Olmo2ForCausalLM",), read_spec, find_sources)
+PAGE = FamilyPage(("Olmo2ForCausalLM",), read_spec, gemma2.find_sources)

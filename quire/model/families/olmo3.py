@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec
-from quire.model.families import olmo2
+from quire.model.families import gemma2
 from quire.model.families.blocks import (
     assemble,
     read_attention,
@@ -34,4 +34,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, layers, norm)
 
 
-PAGE = FamilyPage(("Olmo3ForCausalLM",), read_spec, olmo2.find_sources)
+PAGE = FamilyPage(("Olmo3ForCausalLM",), read_spec, gemma2.find_sources)

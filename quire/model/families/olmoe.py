@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec
+from quire.model.families import qwen3_moe
 from quire.model.families.blocks import assemble, read_attention, read_rms_norm
 from quire.model.families.config_view import ConfigView
-from quire.model.families.mixtures import find_mixture_sources, read_moe
+from quire.model.families.mixtures import read_moe
 from quire.model.families.page import FamilyPage
-from quire.model.families.sources import PRE_NORM_LAYER, Sources, rename
 
 MODEL_TYPE = "olmoe"
 
@@ -27,9 +26,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, [layer] * config.integer("num_hidden_layers"), norm)
 
 
-def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored."""
-    return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored)
-
-
-PAGE = FamilyPage(("OlmoeForCausalLM",), read_spec, find_sources)
+PAGE = FamilyPage(("OlmoeForCausalLM",), read_spec, qwen3_moe.find_sources)

@@ -24,6 +24,8 @@ _ALPHA_TYPES = ("hunyuan_v1_dense",)
 _OLD_NAMES = {
     ("gpt_neox", "rope_theta"): ("rotary_emb_base",),
     ("gpt_neox", "partial_rotary_factor"): ("rotary_pct",),
+    ("gpt_neox_japanese", "rope_theta"): ("rotary_emb_base",),
+    ("gpt_neox_japanese", "partial_rotary_factor"): ("rotary_pct",),
     ("stablelm", "partial_rotary_factor"): ("rope_pct",),
 }
 """Further names of a value in files of a model type."""

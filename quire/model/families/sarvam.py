@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.contracts.model_spec import ModelSpec
-from quire.model.families import deepseek_v3, glm4_moe
+from quire.model.families import deepseek_v3, glm4_moe, qwen3_moe
 from quire.model.families.config_view import ConfigView
 from quire.model.families.latent import find_sources as find_latent_sources
 from quire.model.families.mixtures import MixtureNames, find_mixture_sources
@@ -38,7 +38,7 @@ def read_latent_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: with the names of its authors q, k and v lie in one matrix."""
     if "word_embeddings.weight" not in stored:
-        return glm4_moe.find_sources(spec, stored)
+        return qwen3_moe.find_sources(spec, stored)
     sources = rename(spec, _LAYER, {**TOP, "embed": "word_embeddings"})
     sources |= find_mixture_sources(spec, stored, MixtureNames(correction=("gate.expert_bias",)))
     join_qkv(sources, spec, "layers.{}.attention.query_key_value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec
-from quire.model.families import glm4_moe
+from quire.model.families import qwen3_moe
 from quire.model.families.blocks import assemble, read_attention, read_head_dim, read_rms_norm
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import read_sigmoid_moe
@@ -24,4 +24,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, [layer] * config.integer("num_hidden_layers"), norm)
 
 
-PAGE = FamilyPage(("SolarOpenForCausalLM",), read_spec, glm4_moe.find_sources)
+PAGE = FamilyPage(("SolarOpenForCausalLM",), read_spec, qwen3_moe.find_sources)

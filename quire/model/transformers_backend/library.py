@@ -92,7 +92,6 @@ def library_refusal(model_type: str) -> str | None:
 _REFUSED_BY_PROBE = {
     **dict.fromkeys(("axk2", "dots3_note_text", "hy_v4"), "attends to keys that an indexer chooses"),
     **dict.fromkeys(("dory", "hrm_text"), "runs its layers in loops"),
-    "lfm3": "keeps a recurrent state besides keys and values",
     "doge": "adds a bias to the scores of its attention",
 }
 """What is refused only when a model is inspected (probe.py)."""

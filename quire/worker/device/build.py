@@ -189,9 +189,9 @@ def _start_ranks(
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
+        built.executor.save_pairs(config.save_expert_load)
         if group.placements is not None:
             built.executor.place_experts(group.placements, config.parallel.shares, config.save_expert_placement)
-            built.executor.save_pairs(config.save_expert_load)
         if built.mover is not None:
             built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()

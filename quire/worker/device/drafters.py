@@ -148,7 +148,7 @@ class _DraftModel(_StepDrafter):
         drafting, report, device = target.drafting, target.report, target.decoder.device
         folder, spec = find_draft_model(drafting, report)
         self._max_len = longest_drafted(drafting, spec, report)
-        kv = KvSpec.of(spec, report.memory.kv.block_size, spec.dtype)
+        kv = KvSpec.on_device(spec, report.memory.kv.block_size, spec.dtype)
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
         order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
@@ -170,7 +170,7 @@ class _Head(_StepDrafter):
         _, head = find_layer_head(drafting, method, report)
         self.method, self._target = method, target
         self._max_len = longest_drafted(drafting, head.body, report)
-        kv = KvSpec.of(head.body, report.memory.kv.block_size, head.body.dtype)
+        kv = KvSpec.on_device(head.body, report.memory.kv.block_size, head.body.dtype)
         most_waiting = max(2 * MAX_PENDING, kv.block_size)
         sizes = _draft_sizes(target.sizes, self._max_len, most_waiting)
         served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))

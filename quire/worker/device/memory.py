@@ -340,9 +340,11 @@ def device_kv_spec(config: EngineConfig, spec: ModelSpec, has_windows: bool) -> 
     """
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     dtype = spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    kv = KvSpec.of(spec, config.block_size or DEVICE_BLOCK_SIZE, dtype, has_windows)
-    if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(dtype, ()):
-        raise ConfigError(f"kv_cache_dtype is {dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
+    kv = KvSpec.on_device(spec, config.block_size or DEVICE_BLOCK_SIZE, dtype, has_windows)
+    has_other_values = kv.is_joined or not all(layer.attention.has_plain_values for layer in spec.layers)
+    if has_other_values and 4 in QUANTIZED_KV_BITS.get(dtype, ()):
+        rows = "latent rows, and values of another size than keys,"
+        raise ConfigError(f"kv_cache_dtype is {dtype!r}, but {rows} are kept in auto, int8 or fp8 on a GPU")
     if kv.index_dims and dtype in QUANTIZED_KV_BITS:
         raise ConfigError(f"kv_cache_dtype is {dtype!r}, but an indexer of keys needs the model's own on a GPU: choose 'auto'")
     kept = config.kv_cache_dtype_skip_layers

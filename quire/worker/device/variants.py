@@ -135,7 +135,7 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
     few = model.few_layers()
     decoder = meta_decoder(few, sizes.max_model_len)
     cached = decoder.spec if decoder.ranks is None else decoder.ranks.shard.cached_spec
-    own = KvSpec.of(cached, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    own = KvSpec.on_device(cached, kv.block_size, kv.dtype, kv.window_tokens is not None)
     return _step_variants(decoder, replace(own, layer_dtypes=few.kv_dtypes), sizes)
 
 

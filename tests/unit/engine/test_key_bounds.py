@@ -11,7 +11,7 @@ from quire.kernels.reference.run_skips import RunSkips
 from tests.tiny_checkpoint import write_checkpoint
 
 # Runs of equal tokens, whose keys differ by the rope only.
-PROMPTS = [[token for token in tokens for _ in range(64)] for tokens in ((5, 9, 100, 201, 33, 77, 140), (9, 5, 61, 12, 250))]
+PROMPTS = [[token for token in tokens for _ in range(48)] for tokens in ((5, 9, 100, 201, 33, 77, 140), (9, 5, 61, 12, 250))]
 EXACT, LOSSY = {"method": "bounds"}, {"method": "bounds", "gap": 0.1}
 OPTIONS = {"native": {"block_size": 16}, "torch": {"block_size": 4, "num_kv_blocks": 400}}
 if load_native() is None:
@@ -34,7 +34,7 @@ def start(folder, kind, **options):
 
 
 def params_of(fields, **options):
-    options = {"max_tokens": 24, "logprobs": 0, "temperature": 0.0, **options}
+    options = {"max_tokens": 16, "logprobs": 0, "temperature": 0.0, **options}
     return SamplingParams(ignore_eos=True, detokenize=False, kv_compression=fields, **options)
 
 
@@ -92,7 +92,7 @@ def test_tokens_are_the_same_after_preemptions(llm, lossy):
             break
         found.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
         if step in (9, 17):
-            engine.scheduler._preempt(engine.scheduler.running.last, "kv_blocks")
+            engine.scheduler.preempt(engine.scheduler.running.last, "kv_blocks")
     assert [list(found[f"bounds {index}"]) for index in (0, 1)] == [[token for token, _ in one] for one in lossy]
 
 
@@ -124,6 +124,7 @@ def test_tokens_do_not_depend_on_the_step(folder, llm, lossy, setting):
     other = start(folder, "torch" if llm.llm_engine.scheduler.config.block_size == 4 else "native", **setting)
     assert generate(other, LOSSY)[0] == lossy
     assert generate(other, EXACT)[0] == generate(llm, None)[0]
+    assert ("speculative_config" in setting) == (other.llm_engine.stats.num_draft_tokens > 0)
     other.close()
 
 

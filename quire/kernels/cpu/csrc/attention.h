@@ -75,14 +75,17 @@ constexpr i32 NEAR_TOKENS = 64;  // no more drafts follow a known token: what ha
 
 // is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
 // window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: attention
-// sinks, a logit per head that is only added to the softmax's denominator. first_value: the values before it are not asked for; not of r4.
+// sinks, a logit per head that is only added to the softmax's denominator. slopes [num_heads] or null: what a score loses for each token
+// between query and key (ALiBi). value_dim 0: values are as large as keys; else a value is the first value_dim numbers of its row, and so
+// is what a head gives. first_value: the values before it are not asked for; not of r4.
 struct AttentionJob {
     KvLayer kv;
     i32 num_heads = 1;
     float scale = 1.0f;
     i32 window = 0;
     float softcap = 0.0f;
-    const float* sinks = nullptr;
+    const float *sinks = nullptr, *slopes = nullptr;
+    i32 value_dim = 0;
     bool is_bf16 = true;
     i32 first_value = 0;
     const KeyBounds* bounds = nullptr;  // [num_sequences], or null: all read everything, as with a window
@@ -90,9 +93,11 @@ struct AttentionJob {
     i64* run_counts = nullptr;          // with bounds: runs of a kv head that might be skipped, and that were
     const float* q = nullptr;  // [num_tokens][num_heads * head_dim] f32
     i64 q_stride = 0;
-    float* out = nullptr;  // [num_tokens][num_heads * head_dim] f32
+    float* out = nullptr;  // [num_tokens][num_heads * value_size()] f32
     i64 out_stride = 0;
     u8* scratch = nullptr;  // scratch_bytes(...) bytes, 64-aligned, shared by the team
+
+    i32 value_size() const { return value_dim > 0 ? value_dim : kv.head_dim; }
 };
 
 // Of a rank that holds the keys and values of some chunks of every sequence, see attention_context.inl. The block tables of the batch

@@ -33,7 +33,9 @@ static void merge(const Partial& total, const Partial& chunk, int num_rows, i32 
 
 // Add the sinks to the sums, divide, and write the tile's rows of out.
 static void finish(const AttentionJob& job, const Shape& shape, const Tile& tile, const Partial& total, float* factors) {
-    const i32 dim = job.kv.head_dim;
+    const i32 dim = job.value_size();
+    const bool is_rotated = value_format(job.kv.format) == KvFormat::r4;
+    alignas(64) float whole[MAX_ROTATED_DIM];
     for (int row = 0; row < MAX_ROWS; ++row) factors[row] = 1.0f;
     if (job.sinks != nullptr) {
         for (int row = 0; row < MAX_ROWS; ++row) factors[row] = job.sinks[tile.first_head + row % tile.num_heads];
@@ -49,8 +51,12 @@ static void finish(const AttentionJob& job, const Shape& shape, const Tile& tile
         const F32 keep = set1(factors[row]), sum = set1(total.sum[row]);
         const float* from = total.values + static_cast<i64>(row) * shape.padded_dim;
         float* to = job.out + (tile.first_token + token) * job.out_stride + static_cast<i64>(head) * dim;
-        for (i32 d = 0; d < dim; d += 16) store(to + d, load(from + d) * keep / sum, first_lanes(dim - d));
-        if (value_format(job.kv.format) == KvFormat::r4) rotate_back(dim, to);
+        float* const values = is_rotated ? whole : to;
+        const i32 size = is_rotated ? job.kv.head_dim : dim;
+        for (i32 d = 0; d < size; d += 16) store(values + d, load(from + d) * keep / sum, first_lanes(size - d));
+        if (!is_rotated) continue;
+        rotate_back(size, values);
+        __builtin_memcpy(to, values, static_cast<size_t>(dim) * 4);
     }
 }
 

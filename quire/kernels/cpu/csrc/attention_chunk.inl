@@ -282,7 +282,9 @@ static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& c
     for (int row = begin; row < end; ++row) {
         const int first = row / TILE_ROWS * TILE_ROWS, last = smaller(first + TILE_ROWS, tile.num_rows) - 1;
         SoftmaxRow softmax = {space.scores + row * SCORE_STRIDE, seen_in_chunk(space.spans[row], chunk.start),
-                              runs_of(space, first, last, chunk.start), LOWEST, 0.0f, tile.bounds == nullptr ? 0 : space.skipped[row]};
+                              runs_of(space, first, last, chunk.start), LOWEST, 0.0f, tile.bounds == nullptr ? 0 : space.skipped[row],
+                              job.slopes == nullptr ? 0.0f : job.slopes[tile.first_head + row % tile.num_heads],
+                              space.spans[row].end - 1 - chunk.start};
         if (has_scales(job.kv.format))
             softmax_row<Kind, true>(job, softmax, chunk.key_scales, chunk.value_scales);
         else

@@ -142,8 +142,8 @@ static void tell_tiles(const AttentionJob& job, const ContextJob& context, TileC
         if (item % context.size != context.place) continue;
         i32 position;
         const Tile tile = tile_at(cursor.outer, cursor.place, position);
-        float* out = job.out + tile.first_token * job.out_stride + static_cast<i64>(tile.first_head) * job.kv.head_dim;
-        context.wrote(context.argument, out, tile.num_rows / tile.num_heads, job.out_stride, static_cast<i64>(tile.num_heads) * job.kv.head_dim);
+        float* out = job.out + tile.first_token * job.out_stride + static_cast<i64>(tile.first_head) * job.value_size();
+        context.wrote(context.argument, out, tile.num_rows / tile.num_heads, job.out_stride, static_cast<i64>(tile.num_heads) * job.value_size());
     }
 }
 

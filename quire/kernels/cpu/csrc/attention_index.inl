@@ -1,18 +1,24 @@
-// The cache of layers whose keys are chosen by an indexer: storing, scoring the indexer's keys, and gathering what is chosen. Included by
-// attention.inl.
+// The cache of layers whose keys are chosen by an indexer: storing, scoring the indexer's keys, and gathering what is chosen.
+// Included by attention.inl.
 #pragma once
 #include "attention_runs.inl"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-QUIRE_INLINE KvLayer index_keys(const IndexedKv& kv) { return {kv.format, kv.block_size, 1, kv.key_size, kv.keys, nullptr, nullptr, nullptr}; }
+QUIRE_INLINE KvLayer index_keys(const IndexedKv& kv) {
+    return {kv.format, kv.block_size, 1, kv.key_size, kv.keys, nullptr, nullptr, nullptr};
+}
 
 // The bytes of a token's row.
-QUIRE_INLINE u8* indexed_row(const IndexedKv& kv, i64 slot) { return static_cast<u8*>(kv.rows) + bytes_of(kv.format, slot * kv.row_size); }
+QUIRE_INLINE u8* indexed_row(const IndexedKv& kv, i64 slot) {
+    return static_cast<u8*>(kv.rows) + bytes_of(kv.format, slot * kv.row_size);
+}
 
 // The run of the indexer's keys that holds the token at `offset` of a block.
-QUIRE_INLINE u8* index_run(const IndexedKv& kv, i64 block, i32 offset) { return static_cast<u8*>(kv.keys) + bytes_of(kv.format, run_element(index_keys(kv), block, 0, offset)); }
+QUIRE_INLINE u8* index_run(const IndexedKv& kv, i64 block, i32 offset) {
+    return static_cast<u8*>(kv.keys) + bytes_of(kv.format, run_element(index_keys(kv), block, 0, offset));
+}
 
 static void store_indexed(const IndexedKv& kv, i64 slot, const float* row, const float* key) {
     const i32 offset = static_cast<i32>(slot % kv.block_size);
@@ -76,7 +82,9 @@ static void score_keys_of(const IndexedKv& kv, const IndexQuery& query, i32 firs
                 float* const to = scores + token + i * RUN;
                 F32 sum = load(to);
                 for (int row = 0; row < count; ++row)
-                    sum = fma(max(zero(), load(products + (row * GROUP + i) * RUN) * scale), set1(query.weights[head + row]), sum);  // NaN stays
+                    // NaN stays
+                    sum =
+                        fma(max(zero(), load(products + (row * GROUP + i) * RUN) * scale), set1(query.weights[head + row]), sum);
                 store(to, sum);
             }
         }
@@ -90,7 +98,8 @@ static void score_keys(const IndexedKv& kv, const IndexQuery& query, i32 first, 
         score_keys_of<KindF32>(kv, query, first, last, scores);
 }
 
-static void gather_run(const IndexedKv& kv, const i32* blocks, const i32* tokens, i32 first, i32 count, const KvLayer& to, i64 run) {
+static void gather_run(
+    const IndexedKv& kv, const i32* blocks, const i32* tokens, i32 first, i32 count, const KvLayer& to, i64 run) {
     const i32 dim = kv.row_size;
     const auto row_of = [&](i32 i) {
         const i32 token = tokens == nullptr ? first + i : tokens[i];

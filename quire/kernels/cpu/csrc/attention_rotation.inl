@@ -1,5 +1,5 @@
-// The cache format r4: a vector is rotated, and each value becomes one of sixteen levels. kernels/reference/kv_formats.py defines it.
-// Included by attention.inl.
+// The cache format r4: a vector is rotated, and each value becomes one of sixteen levels. kernels/reference/kv_formats.py defines
+// it. Included by attention.inl.
 //
 // Rotations keep inner products: queries are rotated in place of the keys, and the sum of the values is rotated back. All sums
 // are in an order that depends on D only.
@@ -10,7 +10,8 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // The levels, in bf16, and the positive half of them.
-constexpr u16 LEVELS[16] = {0xc02c, 0xc008, 0xbfd4, 0xbfa1, 0xbf6b, 0xbf1f, 0xbeb8, 0xbdf1, 0x3df1, 0x3eb8, 0x3f1f, 0x3f6b, 0x3fa1, 0x3fd4, 0x4008, 0x402c};
+constexpr u16 LEVELS[16] = {0xc02c, 0xc008, 0xbfd4, 0xbfa1, 0xbf6b, 0xbf1f, 0xbeb8, 0xbdf1, 0x3df1, 0x3eb8, 0x3f1f, 0x3f6b,
+    0x3fa1, 0x3fd4, 0x4008, 0x402c};
 constexpr float POSITIVE_LEVELS[8] = {0.11767578125f, 0.359375f, 0.62109375f, 0.91796875f, 1.2578125f, 1.65625f, 2.125f, 2.6875f};
 
 alignas(64) static constexpr struct RotationSigns {

@@ -213,8 +213,16 @@ struct SoftmaxRow {
     Span seen;      // tokens that the row attends to
     Span runs;      // runs whose weights are read
     float max, sum;
-    u32 skipped;  // runs that it skips, a bit each
+    u32 skipped;   // runs that it skips, a bit each
+    float slope;   // of ALiBi, 0: none
+    i32 position;  // of the row
 };
+
+// What is added to the scores of the run that starts at `token`.
+QUIRE_INLINE F32 bias_of(const SoftmaxRow& row, i32 token) {
+    alignas(64) static constexpr float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (load(places) + set1(static_cast<float>(token - row.position))) * set1(row.slope);
+}
 
 // Set to zero the weights of runs that are read but not attended to.
 template <class Kind>
@@ -278,7 +286,7 @@ template <class Kind, bool IS_SCALED>
 static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales,
                         const float* const* value_scales) {
     if constexpr (Kind::is_bf16 && !IS_SCALED)
-        if (job.softcap == 0.0f && softmax_row_roughly(job, row)) return;
+        if (job.softcap == 0.0f && row.slope == 0.0f && softmax_row_roughly(job, row)) return;
     const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
     const F32 scale = set1(job.scale), cap = set1(job.softcap);
     F32 highest = set1(LOWEST), sum = zero();
@@ -286,6 +294,7 @@ static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* c
         F32 s = load(row.scores + run * RUN) * scale;
         if (IS_SCALED) s = s * load(key_scales[run]);
         if (job.softcap != 0.0f) s = tanh(s / cap) * cap;
+        if (row.slope != 0.0f) s = s + bias_of(row, run * RUN);
         if (row.skipped >> run & 1)
             s = set1(-__builtin_inff());
         else if (!holds_run(row.seen, run * RUN))

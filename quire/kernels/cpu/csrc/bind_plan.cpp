@@ -98,7 +98,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
     QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(is_parallel); QUIRE_FIELD(clip); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max);
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
-    QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
+    QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks); QUIRE_FIELD(slopes); QUIRE_FIELD(value_dim); QUIRE_FIELD(value_scale);
     QUIRE_FIELD(latent_in); QUIRE_FIELD(latent_out); QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
     QUIRE_FIELD(expert_scale); QUIRE_FIELD(branch); QUIRE_FIELD(streams); QUIRE_FIELD(is_sparse); QUIRE_FIELD(sparse_quantile);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);

@@ -69,7 +69,8 @@ void KeyChoice::take(const Batch& batch) {
 
 void KeyChoice::reserve(KvFormat format) {
     const i64 places = std::min(num_pieces(), GATHERED_PIECES), tokens = places * num_runs_ * RUN;
-    const i64 cache_bytes = (bytes_of(format, tokens * row_size) + 127) / 128 * 128, score_bytes = (places * max_end_ * 4 + 127) / 128 * 128;
+    const i64 cache_bytes = (bytes_of(format, tokens * row_size) + 127) / 128 * 128,
+              score_bytes = (places * max_end_ * 4 + 127) / 128 * 128;
     const i64 num_bytes = cache_bytes + 2 * score_bytes + (is_shared ? num_pieces() : places) * num_runs_ * RUN * 4;
     if (num_bytes > memory_.bytes) {
         memory_ = Memory(0);

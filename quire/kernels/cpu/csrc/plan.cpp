@@ -207,7 +207,11 @@ void Plan::measure(const Site& site, i64 rows) {
 }
 
 void Plan::finish_attention(PlanLayer& l) {
-    if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.attended_heads()) throw std::invalid_argument("sinks are one for each head of a layer");
+    for (const auto* numbers : {&l.sinks, &l.slopes})
+        if (!numbers->empty() && static_cast<i32>(numbers->size()) != l.attended_heads()) throw std::invalid_argument("sinks and slopes are one for each head of a layer");
+    if (!l.has_plain_values() && (l.value_size() > l.head_dim || l.latent.rank > 0 || l.attn_gate || l.v_norm.is_present || l.has_block() || l.clip > 0.0f || !l.v))
+        throw std::invalid_argument("values that are smaller than keys, or scaled, are those of plain attention");
+    if (!l.has_plain_values()) own_row_size_ = std::max(own_row_size_, l.num_kv_heads * l.head_dim);
     if (l.total_heads == 0) l.total_heads = l.num_heads;
     if (l.total_kv_heads == 0) l.total_kv_heads = l.num_kv_heads;
     if (has_context() != (l.num_context_heads > 0)) throw std::invalid_argument("the heads of all ranks are known where these share the tokens of sequences");

@@ -188,7 +188,9 @@ struct PlanLayer {
     LayerStreams streams;
     Activation activation = Activation::silu;
     float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
-    std::vector<float> sinks;                    // [num_heads], or none
+    std::vector<float> sinks, slopes;            // [num_heads], or none; slopes: of ALiBi
+    i32 value_dim = 0;                           // of a value, 0: head_dim; the cache has zeros after smaller ones
+    float value_scale = 1.0f;                    // multiplies values
     bool is_expert_gated = true;
     i32 top_k = 0;
     bool is_renormalized = true;
@@ -210,6 +212,9 @@ struct PlanLayer {
     bool writes_kv_heads = true;
     KvLayer kv;  // with an indexer see indexed_kv
 
+    // The size of a value, and of what attention gives of a head.
+    i32 value_size() const { return value_dim > 0 ? value_dim : head_dim; }
+    bool has_plain_values() const { return value_size() == head_dim && value_scale == 1.0f; }
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
     bool has_attention() const { return q != nullptr; }

@@ -110,9 +110,19 @@ struct Stepper : StepBlock {
             if (!l.k) return;
             if (l.v_norm.is_present) kernels.elementwise->turn_heads(&l.v_norm.job, key + kv_size, kv_heads, l.head_dim, nullptr, nullptr, 0);
             turn_heads(l, {&l.k_norm, !is_whole, l.first_kv_head + part * kv_heads}, key, kv_heads, in.positions[row]);
-            store(l, row, part * kv_heads, kv_heads, key, key + kv_size);
+            const float* const given = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + kv_size + part * kv_heads * l.value_size();
+            store(l, row, part * kv_heads, kv_heads, key, l.has_plain_values() ? given : spread_values(l, given, kv_heads));
         });
         if (l.k) finish_stores(l);
+    }
+
+    // Return, in this thread's row, the values of consecutive heads as the cache has them: scaled, with zeros after smaller ones.
+    const float* spread_values(const PlanLayer& l, const float* given, i32 count) const {
+        float* const rows = own_row();
+        memset(rows, 0, sizeof(float) * count * l.head_dim);
+        for (i32 head = 0; head < count; ++head)
+            for (i32 d = 0; d < l.value_size(); ++d) rows[head * l.head_dim + d] = given[head * l.value_size() + d] * l.value_scale;
+        return rows;
     }
 
     // Norm q and k of all ranks' heads together; each rank takes its own of the result.
@@ -191,6 +201,8 @@ struct Stepper : StepBlock {
         a.window = l.window;
         a.softcap = l.softcap;
         a.sinks = l.sinks.empty() ? nullptr : l.sinks.data();
+        a.slopes = l.slopes.empty() ? nullptr : l.slopes.data();
+        a.value_dim = l.value_size();
         a.is_bf16 = plan.is_bf16_;
         if (value_format(l.kv.format) != KvFormat::r4) a.first_value = l.latent.rope;
         if (!plan.step_bounds_.empty() && l.window == 0) {
@@ -200,8 +212,8 @@ struct Stepper : StepBlock {
         }
         a.q = plan.qkv_;
         a.q_stride = row_stride(qkv_size(l));
-        a.out = plan.attended_ + l.first_head * l.head_dim;
-        a.out_stride = row_stride(l.total_heads * l.head_dim);
+        a.out = plan.attended_ + l.first_head * l.value_size();
+        a.out_stride = row_stride(l.total_heads * l.value_size());
         a.scratch = plan.attention_scratch_.data;
         if (plan.has_context()) {
             attend_shared(a, l, batch);
@@ -224,7 +236,7 @@ struct Stepper : StepBlock {
                 }
             });
         }
-        wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
+        wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.value_size());
         rank_barrier();
     }
 
@@ -269,7 +281,7 @@ struct Stepper : StepBlock {
 
     // Attention up to its last linear layer, whose input is returned. num_rows may be 0 afterwards.
     HeadRows attend_heads(const PlanLayer& l, bool is_last) {
-        const i64 width = row_stride(l.total_heads * l.head_dim);
+        const i64 size = l.value_size(), width = row_stride(l.total_heads * size);
         const bool is_latent = l.latent.rank > 0, has_few = this->has_few(l, is_last);
         if (is_latent) {
             project_latent(l, [&](float* heads, i64 position) { scale_queries(l, heads, l.num_heads, position); });
@@ -287,8 +299,8 @@ struct Stepper : StepBlock {
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
         const i64 first = l.first_head, count = l.num_heads;
-        if (!is_latent) return {attended, width, l.total_heads * l.head_dim, first * l.head_dim, count * l.head_dim};
-        leave_latent(l, attended + first * l.head_dim, width);
+        if (!is_latent) return {attended, width, l.total_heads * size, first * size, count * size};
+        leave_latent(l, attended + first * size, width);
         return {plan.answer_, row_stride(plan.answer_size_), l.total_heads * l.latent.value, first * l.latent.value, count * l.latent.value};
     }
 

@@ -39,7 +39,7 @@ struct StepContext : StepRows {
         a.num_heads = l.num_context_heads;
         a.q = context_row(0) + static_cast<i64>(l.first_context_head) * l.head_dim;
         a.q_stride = row_stride(plan.context_row_size_);
-        a.out = plan.attended_ + static_cast<i64>(l.first_context_head) * l.head_dim;
+        a.out = plan.attended_ + static_cast<i64>(l.first_context_head) * l.value_size();
         Batch own = batch;
         own.block_tables = plan.local_tables_.data();
         ContextJob context;

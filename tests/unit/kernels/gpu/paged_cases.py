@@ -67,13 +67,16 @@ def dense_attention(case, spec, sinks=None):
         first, last = case.step.query_starts[index], case.step.query_starts[index + 1]
         for token in range(first, last):
             seen = _seen_positions(case.step, index, token, length - (last - token))
-            keys = torch.tensor([place for place, _ in seen if _ > seen[-1][1] - (spec.window or 1 << 30)])
+            seen = [(place, at) for place, at in seen if at > seen[-1][1] - (spec.window or 1 << 30)]
+            keys, distances = torch.tensor([place for place, _ in seen]), torch.tensor([seen[-1][1] - at for _, at in seen])
             for head in range(spec.num_heads):
                 k = case.k[index][keys, head // group].double()
                 v = case.v[index][keys, head // group].double()
                 scores = k @ case.q[token, head].double() * spec.scale
                 if spec.softcap is not None:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                if spec.alibi_slopes:
+                    scores = scores - spec.alibi_slopes[head] * distances
                 if sinks is None:
                     out[token, head] = scores.softmax(0) @ v
                 else:

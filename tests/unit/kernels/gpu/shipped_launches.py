@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, IndexerSpec, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.recurrent import Recurrence
 from quire.kernels.triton.activation import activate_launch
@@ -88,10 +89,11 @@ def attention_launches(
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
     sinks = meta(heads[0]) if has_sinks else None
     device_step = DeviceAttentionMetadata.of(step, META)
-    out = q if latent is None else meta(*q.shape[:2], latent.kv_rank, dtype=dtype)
+    out = meta(*q.shape[:2], attention.value_size if latent is None else latent.kv_rank, dtype=dtype)
+    slopes = meta(heads[0], dtype=torch.float32) if attention.alibi_slopes else None
     table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, prompt_tile),)})
     with using(table.over(active_table())):
-        return attend_launches(meta(*out.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+        return attend_launches(out, q, KvCache(*cache), device_step, attention, sinks, is_in_order, slopes)
 
 
 def specialized_launches(keys=128, num_stages=2, takes_turns=False, **options):
@@ -104,13 +106,16 @@ def latent_launches(num_heads=128, **options):
     return attention_launches(head_dim=576, heads=(num_heads, 1), latent=latent, **options)
 
 
-def index_scores():
-    indexer = IndexerSpec(64, 128, 2048, NormSpec("ln", 1e-6))  # DeepSeek-V3.2's
-    index = IndexInputs(meta(4, 64, 128), meta(4, 64, dtype=torch.float32), meta(4096, 1, 64, 128))
+def index_scores(has_blocks=False):
+    norm, num_heads = NormSpec("rms", 1e-6), 4 if has_blocks else 64  # MiniMax-M3's, DeepSeek-V3.2's
+    indexer = BlockIndexerSpec(4, 128, 128, 16, 1, norm) if has_blocks else IndexerSpec(64, 128, 2048, norm)
+    weights = None if has_blocks else meta(4, 64, dtype=torch.float32)
+    index = IndexInputs(meta(4, num_heads, 128), weights, meta(4096, 1, 64, 128))
     tables = torch.zeros(4, 1024, dtype=torch.int64)
     step = AttentionMetadata(torch.zeros(4), [0, 1, 2, 3, 4], [3000] * 4, tables, None)
     device_step = DeviceAttentionMetadata.of(step, META)
-    return score_keys_launch(meta(4, 3000, dtype=torch.float32), index, meta(4, dtype=torch.int32), device_step, indexer, 0)
+    out = meta(4, *([num_heads] if has_blocks else []), 3000, dtype=torch.float32)
+    return score_keys_launch(out, index, meta(4, dtype=torch.int32), device_step, indexer, 0)
 
 
 def head_products(num_tokens, num_inputs, num_outputs):
@@ -336,6 +341,9 @@ def conv_launch(channels, num_taps, has_bias, dtype=BF16):
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode": lambda: attention_launches()[1],
+    "decode-small-values": lambda: attention_launches(head_dim=192, v_dim=128, heads=(64, 4))[1],
+    "prefill-small-values": lambda: attention_launches(1024, 192, (64, 8), v_dim=128, window=128)[0],
+    "decode-alibi": lambda: attention_launches(heads=(40, 40), alibi_slopes=(0.5,) * 40)[1],
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],
     "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[1],
@@ -352,6 +360,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "verify-tree-latent": lambda: latent_launches(count=4, has_tree=True)[0],
     "decode-latent-chosen": lambda: latent_launches(block_size=1)[1],
     "index-scores": index_scores,
+    "index-block-scores": lambda: index_scores(has_blocks=True),
     "heads-into-latent": lambda: head_products(64, 128, 512),
     "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
     "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],

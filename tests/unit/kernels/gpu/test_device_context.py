@@ -74,7 +74,7 @@ def logits_of(decoder, pool, device, size, all_runs=MORE_RUNS):
 
 def on_one(spec, device, size, dtype, is_in_order, all_runs=MORE_RUNS):
     decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order)
-    pool = DeviceKvPool(KvSpec.of(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
     return logits_of(decoder, pool, device, size, all_runs)
 
 
@@ -122,7 +122,7 @@ def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtyp
     def run(rank):
         rows = RowRanks(communicators[rank], rank)
         decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order, rows=rows)
-        pool = DeviceKvPool(KvSpec.of(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+        pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
         return logits_of(decoder, pool, device, size, all_runs)
 
     for found in run_threads(size, run, timeout_s=300):
@@ -142,7 +142,7 @@ def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(loss
         decoder.watch_experts(lossy)
         return logits_of(decoder, pool, device, 2, RUNS), decoder.expert_counts()
 
-    pool = DeviceKvPool(KvSpec.of(spec, BLOCK, "float32"), 2 * BLOCKS_PER_RANK, device)
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, "float32"), 2 * BLOCKS_PER_RANK, device)
     expected, counts = run(DeviceDecoder(spec, parameters_of(spec), 128, device, None, not lossy), pool)
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 128, device, not lossy, context_size=2)
     pools = ranks.pools(BLOCK, "float32", BLOCKS_PER_RANK + 1, device)

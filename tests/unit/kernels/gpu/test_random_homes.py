@@ -69,19 +69,10 @@ class Sequences:
 
 
 def host_step(counts, homes):
-    num_tokens, num_sequences = sum(counts), len(counts)
-    tokens, sequences = np.zeros(num_tokens, np.int64), np.zeros(num_sequences, np.int32)
+    tokens, sequences = np.zeros(sum(counts), np.int64), np.zeros(len(counts), np.int32)
+    ends = np.cumsum(counts) - 1
     return HostStep(
-        counts=tuple(counts),
-        rows=sequences,
-        context_lens=sequences + 1,
-        given_ids=tokens,
-        positions=tokens,
-        slots=tokens,
-        logit_rows=np.cumsum(counts) - 1,
-        sampled_rows=sequences,
-        sample_positions=np.zeros(num_sequences, np.int64),
-        homes=np.array(homes, np.int64),
+        tuple(counts), sequences, sequences + 1, tokens, tokens, tokens, ends, sequences, ends, homes=np.array(homes, np.int64)
     )
 
 
@@ -104,7 +95,8 @@ def test_ranks_make_the_same_collectives_in_random_steps_with_homes(num_steps, m
     launch = SimpleNamespace(run=lambda: None)
     for module in (device_ranks, device_experts):
         monkeypatch.setattr(module, "add_parts_launch", lambda *given: launch)
-        monkeypatch.setattr(module, "ORDERED_BYTES", 20 * WIDTH * 4)  # rows beyond which they are sent
+        monkeypatch.setattr(module, "ORDERED_BYTES", 24 * WIDTH * 4)  # rows beyond which they are sent
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 6)
     monkeypatch.setattr(device_experts, "add_pairs", lambda pairs, top_k: pairs[::top_k])
     rng, generator, kinds, num_empty = random.Random(num_steps), torch.Generator().manual_seed(0), set(), 0
     groups = []

@@ -10,6 +10,7 @@ from quire.contracts import expert_options
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -74,6 +75,13 @@ ALL_MODELS = MODELS | {
         LayerSpec(attention(has_output_gate=True, has_head_gate=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)
     ]
     * 2,
+    **{
+        name: [LayerSpec(attention(**options), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)]
+        for name, options in (
+            ("small-values", {"v_dim": 8, "v_scale": 0.6, "alibi_slopes": (0.5, 0.25, 0.1, 0.05)}),
+            ("blocks", {"block_indexer": BlockIndexerSpec(2, 20, 2, 2, 1, RMS)}),
+        )
+    },
     "sparse": [
         LayerSpec(
             attention(),
@@ -128,7 +136,7 @@ def logits_of(decoder, pool, device):
 
 def one_rank(spec, device, is_in_order, policy=None):
     decoder = DeviceDecoder(spec, parameters_of(spec), 64, device, policy, is_in_order)
-    return logits_of(decoder, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device), device)
+    return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device), device)
 
 
 def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None, **options):
@@ -160,7 +168,9 @@ def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
 
 
 def has_divided_norms(name):
-    return name != "branches" and all(not (one.mixer or one.is_parallel or one.is_mlp_only) for one in ALL_MODELS[name])
+    return name not in ("branches", "blocks", "small-values") and all(
+        not (one.mixer or one.is_parallel or one.is_mlp_only) for one in ALL_MODELS[name]
+    )
 
 
 @pytest.mark.parametrize("shares", LAYOUTS)
@@ -263,7 +273,7 @@ def test_ranks_send_float8_experts_rows_of_half_the_bytes_in_large_steps(device,
     ranks, sent = DeviceRankThreads(spec, lambda: parameters_of(spec), shares, 64, device, **options), []
     for limit in (1 << 20, 0):
         monkeypatch.setattr(expert_options, "FLOAT8_PAIRS", limit)
-        expected = run(one, DeviceKvPool(KvSpec.of(spec, 4, "bfloat16"), 12, device))
+        expected = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "bfloat16"), 12, device))
         pools = ranks.pools(4, "bfloat16", 12, device)
         for hidden in ranks.call(lambda decoder, rank, pools=pools: run(decoder, pools[rank])):
             difference = (hidden - expected).norm(dim=1) / expected.norm(dim=1)
@@ -289,7 +299,7 @@ def test_lossy_ranks_do_what_one_rank_does(device, monkeypatch):
         return hidden, decoder.expert_counts()
 
     one = DeviceDecoder(spec, parameters_of(spec), 64, device)
-    expected, counts = run(one, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device))
+    expected, counts = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
     placements = placed(spec, (1, 1))
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 64, device, placements=placements)
     pools = ranks.pools(4, "float32", 12, device)
@@ -310,7 +320,7 @@ def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
     places = [torch.empty(num_tokens, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32, torch.int32)]
     places[1] = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
     tables = torch.empty(num_tokens, 4, dtype=torch.int32, device="meta")
-    pool = DeviceKvPool(KvSpec.of(decoder.spec, 16, "float32"), 4, torch.device("meta"))
+    pool = DeviceKvPool(KvSpec.on_device(decoder.spec, 16, "float32"), 4, torch.device("meta"))
     ids = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     with torch.inference_mode(), noted_launches() as launches:
         hidden = decoder.forward(ids, ids, DeviceAttentionMetadata.of_decode(*places, tables, 64), pool)
@@ -453,7 +463,7 @@ def test_narrow_checkpoints_have_the_numbers_of_one_rank_and_what_cannot_be_cut_
 
     for is_in_order in (True, False):
         one = DeviceDecoder(spec, open_parameters(folder, spec), 64, device, None, is_in_order)
-        expected = run(one, DeviceKvPool(KvSpec.of(spec, 4, "float32"), 12, device))
+        expected = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
         with caplog.at_level(logging.WARNING):
             ranks = DeviceRankThreads(spec, lambda: open_parameters(folder, spec), (1, 1), 64, device, is_in_order)
         pools = ranks.pools(4, "float32", 12, device)

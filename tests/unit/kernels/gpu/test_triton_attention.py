@@ -26,7 +26,8 @@ STEPS = {
 def run(case, spec, device, sinks=None):
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
     step = DeviceAttentionMetadata.of(case.step, device)
-    return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device)).cpu()
+    slopes = torch.tensor(spec.alibi_slopes, device=device) if spec.alibi_slopes else None
+    return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device), slopes=slopes).cpu()
 
 
 @pytest.mark.covering
@@ -36,18 +37,20 @@ def run(case, spec, device, sinks=None):
     [
         ((4, 2), 64, 64, {}),
         ((5, 1), 80, 16, {"window": 21}),
+        ((4, 2), 24, 16, {"v_dim": 20, "alibi_slopes": (0.5, 0.25, 0.05, 0.02)}),
         pytest.param((2, 2), 16, 5, {"softcap": 3.0}, marks=pytest.mark.slow),
         pytest.param((4, 1), 256, 128, {"window": 280, "softcap": 2.0}, marks=pytest.mark.slow),
         pytest.param((7, 1), 112, 64, {"window": 70}, marks=pytest.mark.slow),
         pytest.param((3, 3), 128, 32, {}, marks=pytest.mark.slow),
         pytest.param((12, 1), 192, 16, {"softcap": 5.0}, marks=pytest.mark.slow),
     ],
-    ids=["gqa", "mqa-window", "mha-softcap", "wide-both", "seven", "three", "twelve"],
+    ids=["gqa", "mqa-window", "small-values-alibi", "mha-softcap", "wide-both", "seven", "three", "twelve"],
 )
 def test_attend_equals_a_dense_loop_in_f32(lengths, counts, heads, head_dim, block_size, options, device):
     spec = AttentionSpec(*heads, head_dim, head_dim**-0.5, **options)
     case = make_case(lengths, counts, spec, block_size)
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    expected = dense_attention(case, spec)[..., : spec.value_size]
+    torch.testing.assert_close(run(case, spec, device).double(), expected, atol=3e-6, rtol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -180,10 +183,12 @@ PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("window", [None, 3, 64])
+@pytest.mark.parametrize("window", [None, 3, 64, "alibi"])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=["split", "whole"])
 def test_drafts_see_their_ancestors_alone_when_they_are_a_tree(heads, window, device):
-    spec = AttentionSpec(*heads, 16, 0.25, window=window)
+    slopes = tuple(0.5 / (head + 1) for head in range(heads[0]))
+    options = {"alibi_slopes": slopes} if window == "alibi" else {"window": window}
+    spec = AttentionSpec(*heads, 16, 0.25, **options)
     trees = [PARENTS, [], [-1, 0, -1], []]
     case = make_case([290, 30, 40, 9], [11, 5, 9, 1], spec, 8, trees=trees)
     torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)

@@ -19,6 +19,9 @@ MAX_SHARED_BYTES = 227 * 1024
 # a multiprocessor holds 512 / N programs: decode and the small kernels need several, prefill one or two.
 ATTENTION_LIMITS = {
     "decode": (136, {"HMMA": 32, "wide_copies": 32}),
+    "decode-small-values": (255, {"HMMA": 64, "wide_copies": 64}),
+    "prefill-small-values": (208, {"HGMMA": 32, "wide_copies": 48}),
+    "decode-alibi": (144, {"HMMA": 32, "wide_copies": 32}),
     "decode-plan": (64, {}),
     "decode-merge": (64, {}),
     "decode-fp8": (168, {"HMMA": 16, "wide_copies": 8}),
@@ -94,6 +97,7 @@ ATTENTION_LIMITS = {
 }
 OTHER_LIMITS = {
     "index-scores": (96, {"HGMMA": 8}),
+    "index-block-scores": (72, {"HMMA": 16}),
     "heads-into-latent": (64, {"HMMA": 16, "wide_copies": 8}),
     "recur-qwen3-next": (96, {}),
     "recur-kimi": (96, {}),

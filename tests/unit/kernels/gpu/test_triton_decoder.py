@@ -166,7 +166,7 @@ QUICK = ("qwen3", "gpt-oss", "late", "shared-experts")
 def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(name, device):
     reference, model = make_models(name, device)
     host = KvPool(KvSpec.of(reference.spec, 4, "float32"), 12)
-    pool = DeviceKvPool(KvSpec.of(reference.spec, 4, "float32"), 12, device)
+    pool = DeviceKvPool(KvSpec.on_device(reference.spec, 4, "float32"), 12, device)
     for cache in pool.caches:
         cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)  # what was never stored is never read
     tables = torch.tensor([[3, 9, 1, 0, 0], [2, 4, 8, 10, 5]])

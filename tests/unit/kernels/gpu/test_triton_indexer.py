@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, NormSpec
+from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.reference.block_sparse import attend_blocks as attend_blocks_by_torch
+from quire.kernels.reference.compressed_attention import EntryCache
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, choose_all
-from quire.kernels.triton import indexer
+from quire.kernels.triton import block_indexer, indexer
+from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.block_indexer import HeadsOfRank, attend_blocks
 from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose, choose_keys
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
@@ -50,7 +55,7 @@ def make_case(lengths, counts, trees, block_size, top_k):
 def test_queries_attend_to_the_keys_that_the_reference_chooses(
     case, block_size, top_k, scores_at_once, is_in_order, device, monkeypatch
 ):
-    monkeypatch.setattr(indexer, "_SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr(indexer, "SCORES_AT_ONCE", scores_at_once)
     q, index, caches, step, latent, spec = make_case(*case, block_size, top_k)
     expected = attend_indexed(q, choose_all(index, caches[1], step, spec), caches[0], step, latent)[..., 8:]
     inputs = IndexInputs(*(part.to(device) for part in (index.heads, index.weights, caches[1])))
@@ -70,3 +75,19 @@ def test_lower_keys_come_first_where_scores_are_equal(device):
         [0, 1, 2],
     ]
     assert choose(scores, 9)[0].shape == (4, 4)
+
+
+def test_heads_attend_to_the_blocks_that_the_reference_chooses(device, monkeypatch):
+    monkeypatch.setattr(block_indexer, "SCORES_AT_ONCE", 600)
+    torch.manual_seed(7)
+    tables, starts = torch.randperm(24).view(3, 8), [0, 3, 12, 13]
+    step = AttentionMetadata(torch.zeros(13, dtype=torch.int64), starts, [61, 9, 33], tables)
+    q, index_q, new_keys = torch.randn(13, 8, 24), torch.randn(13, 2, 20), torch.randn(13, 20)
+    keys, caches = torch.randn(24, 1, 8, 20), torch.randn(2, 24, 4, 8, 24)
+    spec = AttentionSpec(8, 4, 24, 24**-0.5, block_indexer=BlockIndexerSpec(2, 20, 6, 3, 1, NORM))
+    entries = EntryCache(keys, tables, 20, rate=1)
+    expected = attend_blocks_by_torch(q, (index_q, new_keys), entries, (caches[0], caches[1]), step, spec)
+    cache = KvCache(*(part.to(device) for part in caches))
+    inputs = IndexInputs(index_q.to(device), None, keys.to(device))
+    found = attend_blocks(q.to(device), inputs, cache, DeviceAttentionMetadata.of(step, device), spec, HeadsOfRank(0, 8))
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)

@@ -18,7 +18,7 @@ from quire.serving.errors import ApiError
 from quire.serving.interfaces import Sink
 from quire.serving.request_queue.stream import error_of
 from tests.unit.serving.fakes import DEMO, make_context
-from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
+from tests.unit.serving.openai.asking import ask_completion, chunks_of
 
 
 @dataclass
@@ -97,15 +97,6 @@ def add_up(chunks):
     return texts, tokens
 
 
-def test_stream_and_whole_answer_are_the_same_when_seeded(context):
-    body = {"prompt": ["Once upon a time", "The dog"], "max_tokens": 30, "seed": 3, "n": 2, "logprobs": 2}
-    whole = json.loads(ask_completion(context, **body))
-    texts, tokens = add_up(chunks_of(ask_completion(context, stream=True, **body)))
-    assert [choice["text"] for choice in whole["choices"]] == [texts[index] for index in range(4)]
-    assert [choice["logprobs"]["tokens"] for choice in whole["choices"]] == [tokens[index] for index in range(4)]
-    assert len(set(texts.values())) > 1
-
-
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_logprobs_spell_the_text_when_a_stop_string_cuts_it(context, is_streaming):
     body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "logprobs": 1}
@@ -146,16 +137,6 @@ def test_prompt_is_scored_as_it_was_generated(context):
     ):
         assert max(top.values()) == logprob  # greedy: what an evaluation looks at
     assert scored["usage"]["completion_tokens"] == 0
-
-
-def test_greedy_choices_and_best_of_are_served(context):
-    answer = json.loads(ask_chat(context, n=3, temperature=0, max_tokens=8))
-    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1
-    assert answer["usage"]["completion_tokens"] == 24
-    answer = json.loads(ask_completion(context, n=2, best_of=4, seed=1, max_tokens=8))
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    answer = json.loads(ask_completion(context, best_of=5, seed=1, max_tokens=8, ignore_eos=True))
-    assert answer["usage"]["completion_tokens"] == 40
 
 
 def test_request_is_told_what_excludes_every_token_when_its_own_wishes_do(context):
