@@ -23,7 +23,7 @@ IN_THE_INTERPRETER = (
     "smollm3-window", "olmo-clip", "cohere", "cohere2", "glm4", "hunyuan-dense", "nemotron", "phi", "gpt-neox", "apertus",
     "nanochat", "mistral3-ministral3", "llama4-dense", "stablelm-parallel", "opt", "deepseek-v2", "mistral4", "minicpm3",
     "glm4-moe-lite", "llama4-moe", "afmoe", "hy-v3", "mellum", "sarvam-moe", "cohere2-moe", "granitemoe-swa", "falcon-new",
-    "gpt-bigcode", "gpt-neo", "laguna", "mimo-v2-flash", "minimax-m3", "bloom", "mpt", *INDEXED_CASES,
+    "gpt-bigcode", "gpt-neo", "laguna", "mimo-v2-flash", "minimax-m3", "bloom", "mpt", "dbrx", *INDEXED_CASES,
 )  # fmt: skip
 """Every family and kind of rope once, of further dense families those with options of their own; a GPU, which is not as slow,
 takes all cases."""

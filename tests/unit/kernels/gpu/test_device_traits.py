@@ -122,4 +122,5 @@ def test_experts_equal_the_reference(is_quantised, traits, device):
     exact = dataclasses.replace(spec, is_weight_f32=True)
     expected = mixture_ref(x.double(), exact, router.double(), *(part.double() for part in dense))
     found = mixture_of_experts(x.to(device), F.linear(x, router).to(device), spec, *weights).cpu()
-    assert (found.double() - expected).norm() / expected.norm() < 1e-2
+    has_float8_inputs = is_quantised and traits.has_float8  # rounded to three bits
+    assert (found.double() - expected).norm() / expected.norm() < (6e-2 if has_float8_inputs else 1e-2)
