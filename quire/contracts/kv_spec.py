@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.mixer_spec import StateShape
 from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, ModelSpec
 
@@ -155,7 +155,7 @@ class KvSpec:
 
     dtype         the model's, or a quantised format with a scale in f32 per token and head: "int8"; "fp8" (e4m3);
                   "turboquant_4bit": rotated, sixteen levels; "k8v4": keys as in "int8", values as in "turboquant_4bit".
-                  See kernels/reference/kv_formats.py
+                  See kernels/reference/kv_formats.py. Joined rows have one format: "int8" in place of "k8v4"
     layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
                   another layer. Where layers have compressed entries (CompressionSpec), as many more follow: those of the
                   entries of each layer, which are not in the window group. A block has the entries whose last tokens it has.
@@ -165,7 +165,7 @@ class KvSpec:
                   those of a pool of their own. None: all layers are in one group, the full group
     is_windowed   of each layer, whether it is in the window group; empty if there is none
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
-    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec): on a GPU, and where there is an indexer
+    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
     index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
                   `dtype`, or on a GPU one of blocks beside keys and values; empty if there is none
     value_sizes   of each of layer_shapes, the size of a row of V where layers have entries; otherwise it is that of K
@@ -191,20 +191,23 @@ class KvSpec:
         if any(one.compression is not None or one.block_indexer is not None for one in attentions):
             entries, value_sizes = _entry_caches(attentions, block_size)
             shapes += tuple(entries)
-        if not spec.has_recurrent_state:
-            latent = [one.latent for one in attentions]
-            index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
-            found = cls(block_size, dtype, shapes, is_joined=any(index_dims), index_dims=index_dims if any(index_dims) else ())
-            found = replace(found, value_sizes=value_sizes)
-            return found._with_windows(spec) if limits_windows else found
-        return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
+        joined = {one.latent is not None for one in attentions if one.num_kv_heads}
+        if len(joined) > 1:
+            raise InvariantError("a model has latent attention in some layers and keys apart from values in others")
+        found = cls(block_size, "int8" if dtype == "k8v4" and True in joined else dtype, shapes, is_joined=True in joined)
+        if spec.has_recurrent_state:
+            return replace(
+                found, state_shapes=tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers)
+            )
+        latent = [one.latent for one in attentions]
+        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.key_size for one in latent)
+        found = replace(found, index_dims=index_dims if any(index_dims) else (), value_sizes=value_sizes)
+        return found._with_windows(spec) if limits_windows else found
 
     @classmethod
     def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
-        """Return the cache shape on a GPU, where latent rows, which are both key and value, are kept once, and keys of block
-        indexers are beside those of their layers; see `of`."""
-        is_joined = any(layer.attention.latent is not None for layer in spec.layers)
-        found = replace(cls.of(spec, block_size, dtype, limits_windows), is_joined=is_joined)
+        """Return the cache shape on a GPU, where keys of block indexers are beside those of their layers; see `of`."""
+        found = cls.of(spec, block_size, dtype, limits_windows)
         indexers = [layer.attention.block_indexer for layer in spec.layers]
         if not any(indexers):
             return found

@@ -20,9 +20,10 @@ class KvPool:
     """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU or, for torch, on a device.
 
     A quantised layer has scales [num_blocks, kv_heads, block_size] f32 for K and V; those of other layers are empty, and there
-    are none where no layer is quantised. With an indexer (KvSpec.index_dims) K has the latent rows, and V the indexer's keys,
-    [num_blocks, 1, block_size, index_dim]. Of codes of four bits the tensor is u8 [num_blocks, kv_heads, block_size,
-    head_dim / 2]. How the values of a block lie in it is the kernels' affair: the shape says how many there are.
+    are none where no layer is quantised. Where keys and values are joined (KvSpec.is_joined), v is k, with the same scales; but
+    with an indexer (KvSpec.index_dims) V has its keys, [num_blocks, 1, block_size, index_dim]. Of codes of four bits the tensor
+    is u8 [num_blocks, kv_heads, block_size, head_dim / 2]. How the values of a block lie in it is the kernels' affair: the
+    shape says how many there are.
 
     The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of num_blocks. Where blocks or slots of
     both groups are named together, the blocks of the window group come after the others: window block w is num_blocks + w.
@@ -45,21 +46,23 @@ class KvPool:
             for (heads, dim), flag in zip(spec.layer_shapes, is_windowed, strict=True)
         ]
         self._is_windowed = is_windowed
+        num_parts = 1 if spec.is_joined and not spec.index_dims else 2
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.scales: list[tuple[Tensor, Tensor]] = []
         for layer, shape in enumerate(shapes):
             dtype = spec.dtype_of(layer)
             if dtype in QUANTIZED_KV_BITS:
-                k, v = (_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype])
+                parts = [_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype][:num_parts]]
                 num_scales = shape[:3]
             else:
                 value_shape = (*shape[:3], spec.value_size(layer))
-                k, v = (_zeros(each, getattr(torch, dtype), device) for each in (shape, value_shape))
+                parts = [_zeros(each, getattr(torch, dtype), device) for each in (shape, value_shape)[:num_parts]]
                 num_scales = (0, *shape[1:3])
-            self.k.append(k)
-            self.v.append(v)
-            self.scales.append((_mapped_zeros(num_scales, torch.float32), _mapped_zeros(num_scales, torch.float32)))
+            scales = [_mapped_zeros(num_scales, torch.float32) for _ in parts]
+            self.k.append(parts[0])
+            self.v.append(parts[-1])
+            self.scales.append((scales[0], scales[-1]))
         if spec.dtype in QUANTIZED_KV_BITS:
             self.states: list[tuple[Tensor, ...]] = []
             return
@@ -72,8 +75,7 @@ class KvPool:
 
     def arrays(self) -> list[Tensor]:
         """Return all tensors of KV of all layers that have any; each has its blocks one after the other."""
-        arrays = [*self.k, *self.v, *(scale for pair in self.scales for scale in pair)]
-        return [array for array in arrays if array.numel() > 0]
+        return _filled_once([*self.k, *self.v, *(scale for pair in self.scales for scale in pair)])
 
     def drop(self) -> None:
         """Give the memory of all blocks and states back to the system; they become zeros. Only for pools on the CPU."""
@@ -105,7 +107,7 @@ class KvPool:
         """Return the tensors of KV of one group."""
         layers = [index for index, flag in enumerate(self._is_windowed) if flag is is_windowed and self.k[index].numel() > 0]
         arrays = [cache[index] for cache in (self.k, self.v) for index in layers]
-        return arrays + [scale for index in layers if self.scales for scale in self.scales[index] if scale.numel() > 0]
+        return _filled_once([*arrays, *(scale for index in layers if self.scales for scale in self.scales[index])])
 
     def split_slots(self, sources: Tensor, targets: Tensor) -> list[tuple[bool, Tensor, Tensor]]:
         """Return which of some moves of tokens from slot to slot are in the window group, and which not, with the group's own
@@ -118,6 +120,11 @@ class KvPool:
             (False, sources[~is_windowed], targets[~is_windowed]),
             (True, sources[is_windowed] - first, targets[is_windowed] - first),
         ]
+
+
+def _filled_once(arrays: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that are not empty, each once."""
+    return list({array.data_ptr(): array for array in arrays if array.numel() > 0}.values())
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:

@@ -75,12 +75,12 @@ def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: i
 
 
 def _gathered_bytes(attention: AttentionSpec, max_model_len: int, element_bytes: int, num_tokens: int) -> int:
-    """Return the memory of the keys that an indexer chooses, twice each, and of two numbers for each that it chooses from;
+    """Return the memory of the keys that an indexer chooses, and of two numbers for each that it chooses from;
     which they are is kept for all tokens where layers share it."""
     if attention.latent is None or attention.latent.indexer is None:
         return 0
     num_keys = min(attention.latent.indexer.top_k, max_model_len) + _RUN_TOKENS
-    gathered = num_keys * (2 * attention.head_dim * element_bytes + 4)
+    gathered = num_keys * (attention.head_dim * element_bytes + 4)
     kept = 4 * num_keys * num_tokens if attention.latent.indexer.is_shared else 0
     return _GATHERED_PIECES * (gathered + 8 * (max_model_len + _RUN_TOKENS)) + kept + _HUGE_PAGE_BYTES
 

@@ -40,9 +40,9 @@ class KeptLayers:
     element_bytes: float = 0.0
 
 
-def _kv_bytes(num_rows: int, num_elements: int, kv_format: str, kept: KeptLayers) -> float:
-    width, has_scales = KV_FORMATS[kv_format]
-    scale_bytes = 2 * (num_rows - kept.num_rows) * _SCALE_BYTES if has_scales else 0
+def _kv_bytes(num_rows: int, num_elements: int, kv_format: str, kept: KeptLayers, is_joined: bool) -> float:
+    width, has_scales = KV_FORMATS["int8" if is_joined and kv_format == "k8v4" else kv_format]
+    scale_bytes = (1 if is_joined else 2) * (num_rows - kept.num_rows) * _SCALE_BYTES if has_scales else 0
     return (num_elements - kept.num_elements) * width + scale_bytes + kept.num_elements * kept.element_bytes
 
 
@@ -55,6 +55,7 @@ class AttentionGroup:
     num_kv_rows         rows of K and of V of a token, over all of its layers: kv heads times layers
     num_kv_elements     elements of K and V of a token, over all of its layers
     num_query_elements  elements of the queries of a token, over all of its layers
+    is_joined           a row is both K and V, see KvSpec
     """
 
     window: int | None
@@ -63,10 +64,11 @@ class AttentionGroup:
     num_kv_elements: int
     num_query_elements: int
     kept: KeptLayers = KeptLayers()
+    is_joined: bool = False
 
     def kv_bytes(self, kv_format: str) -> float:
         """Return the bytes of K and V of one token over these layers."""
-        return _kv_bytes(self.num_kv_rows, self.num_kv_elements, kv_format, self.kept)
+        return _kv_bytes(self.num_kv_rows, self.num_kv_elements, kv_format, self.kept, self.is_joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +78,18 @@ class CacheGroup:
     window_tokens  the group keeps only so many last tokens of a sequence; None: the full group, which keeps all
     num_rows       rows of K and of V, over all of its layers
     num_elements   elements of K and V, over all of its layers
+    is_joined      a row is both K and V, see KvSpec
     """
 
     window_tokens: int | None
     num_rows: int
     num_elements: int
     kept: KeptLayers = KeptLayers()
+    is_joined: bool = False
 
     def kv_bytes(self, kv_format: str) -> float:
         """Return the bytes of K and V of one token over these layers."""
-        return _kv_bytes(self.num_rows, self.num_elements, kv_format, self.kept)
+        return _kv_bytes(self.num_rows, self.num_elements, kv_format, self.kept, self.is_joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ class ModelShape:
             max_positions=spec.max_positions,
             num_kv_heads=min(heads, default=1),
             weight_bytes=dict(weight_bytes),
-            attention=_attention_groups(spec, kept_layers, is_gpu),
+            attention=_attention_groups(spec, kept_layers),
             experts=_expert_groups(report),
             state_bytes=report.memory.kv.bytes_per_state,
             copy_bytes=copy_bytes,
@@ -236,7 +240,8 @@ class ModelShape:
     @property
     def _whole_cache(self) -> CacheGroup:
         groups = self.attention
-        return CacheGroup(None, sum(one.num_kv_rows for one in groups), sum(one.num_kv_elements for one in groups))
+        sizes = (sum(one.num_kv_rows for one in groups), sum(one.num_kv_elements for one in groups))
+        return CacheGroup(None, *sizes, is_joined=any(one.is_joined for one in groups))
 
     @property
     def longest_window(self) -> int | None:
@@ -263,18 +268,18 @@ def _with_kept(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {**figures, "kept": KeptLayers(**figures.get("kept", {}))}
 
 
-def _kept_of(shapes: Sequence[tuple[int, int]], dtype: Dtype) -> KeptLayers:
+def _kept_of(shapes: Sequence[tuple[int, int]], dtype: Dtype, is_joined: bool) -> KeptLayers:
     """Return the kept layers of a group by their (kv heads, head size)."""
     if not shapes:
         return KeptLayers()
-    num_elements = sum(2 * heads * dim for heads, dim in shapes)
+    num_elements = sum((1 if is_joined else 2) * heads * dim for heads, dim in shapes)
     return KeptLayers(sum(heads for heads, _ in shapes), num_elements, DTYPE_BYTES[dtype])
 
 
-def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
+def _num_stored(one: AttentionSpec) -> int:
     """Return how many values the cache of a layer holds of a token: rows as key and value, or as both at once, see KvSpec."""
     size = one.num_kv_heads * one.head_dim
-    if not is_gpu or one.latent is None:
+    if one.latent is None:
         return 2 * size
     return size if one.latent.indexer is None else size + one.latent.indexer.key_size
 
@@ -288,21 +293,22 @@ def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -
     for is_windowed in (False, True):
         of_group = {i: shape for i, (shape, flag) in enumerate(zip(kv.layer_shapes, flags, strict=True)) if flag is is_windowed}
         shapes = list(of_group.values())
-        kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype)
+        kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype, kv.is_joined)
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
             num_elements = sum(heads * (dim + kv.value_size(i)) for i, (heads, dim) in of_group.items())
-            groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept))
+            groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept, kv.is_joined))
     return tuple(groups)
 
 
-def _attention_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[AttentionGroup, ...]:
+def _attention_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[AttentionGroup, ...]:
     layers = [layer.attention for layer in spec.layers if layer.attention.num_kv_heads]
     kept = [
         one.attention
         for i, one in enumerate(spec.layers)
         if (i if one.attention.kv_source is None else one.attention.kv_source) in kept_layers
     ]
+    is_joined = any(one.latent is not None for one in layers)
     groups = []
     for window in dict.fromkeys(one.window for one in layers):
         of_window = [one for one in layers if one.window == window]
@@ -311,9 +317,10 @@ def _attention_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: boo
                 window,
                 len(of_window),
                 sum(one.num_kv_heads for one in of_window),
-                sum(_num_stored(one, is_gpu) for one in of_window),
+                sum(_num_stored(one) for one in of_window),
                 sum(one.num_heads * one.head_dim for one in of_window),
-                _kept_of([(one.num_kv_heads, one.head_dim) for one in kept if one.window == window], spec.dtype),
+                _kept_of([(one.num_kv_heads, one.head_dim) for one in kept if one.window == window], spec.dtype, is_joined),
+                is_joined,
             )
         )
     return tuple(groups)

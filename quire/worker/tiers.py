@@ -117,7 +117,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "weights": _weights_hash(report.folder),
         "model": repr((config.dtype, config.quantization, report.spec.rope_switch_len(report.memory.max_model_len))),
         "max_model_len": str(report.memory.max_model_len),
-        "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes)),
+        "kv": repr((_kv_format(config, report), kv.block_size, kv.layer_shapes, kv.is_joined)),
         "page": _page_name(config, report),
         **({"values": repr(kv.value_sizes)} if kv.value_sizes else {}),
         **_states_name(config, report),
@@ -161,7 +161,7 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "kv_cache_dtype": _kv_format(config, report),
         "block_size": str(kv.block_size),
         "max_model_len": str(report.memory.max_model_len),
-        "kv_heads": _runs(kv.layer_shapes),
+        "kv_heads": _runs(kv.layer_shapes) + (", keys that are values" if kv.is_joined else ""),
         "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
         **_states_name(config, report),
@@ -201,7 +201,7 @@ def _gpu_kernels(config: EngineConfig, report: ModelReport) -> str:
         major, minor = torch.cuda.get_device_capability(report.device)
         name = f"sm_{major}{minor}"
     order = "in order" if config.deterministic else "in any order"
-    return f"triton {name}, {order}, attention by {library}, rows {'joined' if report.memory.kv.is_joined else 'apart'}"
+    return f"triton {name}, {order}, attention by {library}"
 
 
 def _weights_hash(folder: Path, has_times: bool = True) -> str:

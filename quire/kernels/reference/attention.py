@@ -85,9 +85,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def move_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy keys and values of the slots `sources` [N] to `targets` [N]; all are read before any is written."""
+    """Copy keys and values of the slots `sources` [N] to `targets` [N]; all are read before any is written. They may be one."""
     size = k_cache.shape[2]
-    for cache in (k_cache, v_cache):
+    for cache in (k_cache,) if v_cache is k_cache else (k_cache, v_cache):
         cache[targets // size, :, targets % size] = cache[sources // size, :, sources % size]
 
 

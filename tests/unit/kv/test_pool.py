@@ -10,8 +10,9 @@ from quire.contracts.kv_spec import KvSpec
 from quire.kv.pool import KvPool
 
 
-def test_copies_read_all_sources_before_any_target_is_written():
-    pool = KvPool(KvSpec(2, "float32", ((1, 3), (2, 4))), num_blocks=4)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_copies_read_all_sources_before_any_target_is_written(is_joined):
+    pool = KvPool(KvSpec(2, "float32", ((1, 3), (2, 4)), is_joined=is_joined), num_blocks=4)
     for cache in (*pool.k, *pool.v):
         cache.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(cache))
     pool.copy_blocks(((0, 1), (1, 2)))
@@ -41,11 +42,16 @@ def test_memory_is_taken_only_as_blocks_are_written():
 
 @pytest.mark.parametrize("skipped", [(), (1,)], ids=["all-layers", "but-for-layer-1"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "turboquant_4bit", "k8v4"])
-def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped):
-    spec = KvSpec(16, dtype, ((2, 8), (1, 64))).with_layers(skipped, "bfloat16")
-    assert spec.part(1, 2).bytes_per_token == (256 if skipped else KvSpec(16, dtype, ((1, 64),)).bytes_per_token)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped, is_joined):
+    spec = KvSpec(16, dtype, ((2, 8), (1, 64)), is_joined=is_joined).with_layers(skipped, "bfloat16")
+    one = KvSpec(16, "bfloat16" if skipped else dtype, ((1, 64),), is_joined=is_joined)
+    assert spec.part(1, 2).bytes_per_token == one.bytes_per_token
     pool = KvPool(spec, num_blocks=4)
     assert sum(array.nbytes for array in pool.arrays()) == 4 * spec.bytes_per_block
+    assert [array.nbytes for array in pool.arrays()] == [
+        4 * size * spec.layer_shapes[layer][0] for _, layer, size in spec.block_arrays()
+    ]
     for array in pool.arrays():
         array[1] = 7
     pool.copy_blocks(((1, 3),))

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quire import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import LatentSpec, NormSpec
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.planner.hardware import find_hardware
 from quire.planner.memory import Limits, choose_kv_format, divide_memory, divide_pools
@@ -47,6 +49,21 @@ def test_layers_that_keep_the_models_format_are_counted_as_in_the_engine(kv_form
     assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
     assert shape.kv_bytes_per_token("bfloat16") == report.memory.kv.bytes_per_token
     assert ModelShape.from_dict(shape.to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "layer_bytes"), [("bfloat16", 576 * 2), ("int8", 580), ("k8v4", 580), ("turboquant_4bit", 292)]
+)
+def test_a_layer_of_deepseek_v3_keeps_576_values_of_a_token(kv_format, layer_bytes):
+    report = inspect_model(EngineConfig(model="demo", device="cpu", num_kv_blocks=1, dtype="bfloat16"))
+    latent = LatentSpec(1536, 512, 128, 64, 128, NormSpec("rms", 1e-6))
+    attention = replace(report.spec.layers[0].attention, num_kv_heads=1, head_dim=576, latent=latent)
+    spec = replace(report.spec, layers=tuple(replace(layer, attention=attention) for layer in report.spec.layers))
+    kv = KvSpec.of(spec, 16, kv_format).with_layers((1,), "bfloat16")
+    assert kv.bytes_per_token == 7 * layer_bytes + 576 * 2
+    shape = ModelShape.of("latent", replace(report, spec=spec), weight_bytes_by_precision(report), kept_layers=(1,))
+    assert shape.kv_bytes_per_token(kv_format) == kv.bytes_per_token
+    assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
 
 
 @pytest.fixture(scope="module", params=["gemma2", "mistral"], ids=["every-other-layer", "all-layers"])

@@ -11,7 +11,8 @@ namespace quire {
 // i8, f8 (e4m3): value = scale * code. r4: rotated values = scale * level of code, see attention_rotation.inl, D at most MAX_ROTATED_DIM; a byte holds
 // the codes of two dims, the first in its low half: of keys d and d + 1, of values d and d + D / 2. k8v4: keys of i8, values of r4.
 // All of these have one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
-// D is even.
+// D is even. Where a token's row is both its key and its value (latent attention), it is stored once, as a key: values are then keys, and
+// value_scales key_scales. The format is not k8v4.
 enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2, r4 = 3, k8v4 = 4, f8 = 5 };
 constexpr i32 MAX_ROTATED_DIM = 2048;
 
@@ -26,6 +27,8 @@ struct KvLayer {
     void* values = nullptr;
     float* key_scales = nullptr;
     float* value_scales = nullptr;
+
+    bool is_joined() const { return values == keys; }
 };
 
 // Tokens of a run.
@@ -74,7 +77,7 @@ constexpr i32 NEAR_TOKENS = 64;  // no more drafts follow a known token: what ha
 // window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: attention
 // sinks, a logit per head that is only added to the softmax's denominator. slopes [num_heads] or null: what a score loses for each token
 // between query and key (ALiBi). value_dim 0: values are as large as keys; else a value is the first value_dim numbers of its row, and so
-// is what a head gives.
+// is what a head gives. first_value: the values before it are not asked for; not of r4.
 struct AttentionJob {
     KvLayer kv;
     i32 num_heads = 1;
@@ -84,6 +87,7 @@ struct AttentionJob {
     const float *sinks = nullptr, *slopes = nullptr;
     i32 value_dim = 0;
     bool is_bf16 = true;
+    i32 first_value = 0;
     const KeyBounds* bounds = nullptr;  // [num_sequences], or null: all read everything, as with a window
     i32 layer = 0;                      // of the bounds
     i64* run_counts = nullptr;          // with bounds: runs of a kv head that might be skipped, and that were
@@ -141,7 +145,7 @@ struct AttentionTable {
     // to the next barrier of the ranks. No sequence may have a draft tree.
     void (*attend_context)(Worker& worker, const AttentionJob& job, const Batch& batch, const ContextJob& context);
     // Write key and value heads [first_head, first_head + num_heads) of one token ([num_heads * head_dim] f32 each) into
-    // slot = block * block_size + offset.
+    // slot = block * block_size + offset. Of a joined cache the values are not read.
     void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);
     // Copy keys and values of one token, all heads, to another slot.
     void (*move)(const KvLayer& kv, i64 from, i64 to);
@@ -151,7 +155,7 @@ struct AttentionTable {
     // Write the scores of the tokens [first, last), first a multiple of RUN; scores has room for whole runs. A score does not depend on
     // first and last.
     void (*score_keys)(const IndexedKv& kv, const IndexQuery& query, i32 first, i32 last, float* scores);
-    // Write the rows of `count` tokens, at most RUN, as run `run` of a cache of one head: `tokens` of the blocks of a sequence, or those
+    // Write the rows of `count` tokens, at most RUN, as run `run` of a joined cache of one head: `tokens` of the blocks of a sequence, or those
     // from `first` on where that is null.
     void (*gather)(const IndexedKv& kv, const i32* blocks, const i32* tokens, i32 first, i32 count, const KvLayer& to, i64 run);
 };

@@ -314,7 +314,16 @@ static void sum_apart(const Space& space, const Shape& shape, Product product, i
 
 template <class Kind>
 QUIRE_INLINE bool is_values_converted(const AttentionJob& job, const Shape& shape) {
-    return job.kv.format != Kind::format || job.kv.head_dim != shape.padded_dim;
+    return job.kv.format != Kind::format || job.kv.head_dim != shape.padded_dim || job.kv.is_joined();
+}
+
+// A run of values of the cache into one of Kind. keys: memory for a run of keys.
+template <class Kind>
+static void convert_run(const KvLayer& kv, const u8* from, const AheadOfRun& next, u8* keys, u8* to) {
+    if (!kv.is_joined()) return convert_values<Kind>(value_format(kv.format), from, next, kv.head_dim, to);
+    if (kv.format == Kind::format) return turn_keys<Kind>(from, &next, kv.head_dim, to);
+    convert_keys<Kind>(kv.format, from, next, kv.head_dim, keys);
+    turn_keys<Kind>(keys, nullptr, kv.head_dim, to);
 }
 
 // The values of a group of runs as Kind holds them, and whether each is free of NaN and infinities or wholly seen by every row.
@@ -326,7 +335,6 @@ struct GroupValues {
 template <class Kind>
 static GroupValues group_values(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk,
                                 const Space& space, int group) {
-    const i32 dim = job.kv.head_dim;
     const Span by_all = seen_by_all(space, tile.num_rows);
     const bool is_converted = is_values_converted<Kind>(job, shape);
     GroupValues values = {};
@@ -336,7 +344,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
         values.runs[i] = chunk.values[run];
         if (is_converted) {
             u8* copy = space.values + i * Kind::run_steps * shape.value_stride;
-            convert_values<Kind>(value_format(job.kv.format), chunk.values[run], {after_values(chunk, group), i}, dim, copy);
+            convert_run<Kind>(job.kv, chunk.values[run], {after_values(chunk, group), i}, space.keys, copy);
             values.runs[i] = copy;
         }
         values.is_clean[i] =
@@ -367,6 +375,7 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
                 const bool is_fetching = row == 0 && !is_converted;
                 if (is_fetching) product.ahead = after_values(chunk, group);
                 product.run_stride = shape.value_stride;
+                product.first = job.first_value / 16 * 64;
                 product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
                 product.row_stride = SCORE_STRIDE * 4;
                 product.out = out.values + static_cast<i64>(row) * shape.padded_dim;

@@ -106,19 +106,10 @@ static void gather_run(
         return indexed_row(kv, static_cast<i64>(blocks[token / kv.block_size]) * kv.block_size + token % kv.block_size);
     };
     u8* const keys = static_cast<u8*>(to.keys) + bytes_of(kv.format, run * RUN * dim);
-    u8* const values = static_cast<u8*>(to.values) + bytes_of(kv.format, run * RUN * dim);
     const i32 units = kv.format == KvFormat::bf16 ? dim / 2 : dim;
     for (i32 i = 0; i < count; ++i) {
         const u8* const row = row_of(i);
         for (i32 unit = 0; unit < units; ++unit) __builtin_memcpy(keys + (unit * RUN + i) * 4, row + unit * 4, 4);
-        if (kv.format == KvFormat::f32)
-            __builtin_memcpy(values + static_cast<i64>(i) * dim * 4, row, static_cast<size_t>(dim) * 4);
-    }
-    for (i32 i = 0; kv.format == KvFormat::bf16 && i < count; i += 2) {
-        const u16 *const even = reinterpret_cast<const u16*>(row_of(i)),
-                         *const odd = reinterpret_cast<const u16*>(row_of(smaller(i + 1, count - 1)));
-        u32* const pairs = reinterpret_cast<u32*>(values) + static_cast<i64>(i / 2) * dim;
-        for (i32 d = 0; d < dim; ++d) pairs[d] = even[d] | static_cast<u32>(odd[d]) << 16;
     }
 }
 

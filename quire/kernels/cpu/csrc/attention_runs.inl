@@ -187,6 +187,41 @@ static void convert_values(KvFormat format, const u8* from, const AheadOfRun& ne
     convert_values<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
+// N words of every step of values, from word `first` of a step on, see turn_keys. at: the vectors of keys.
+template <class Kind, int N, class At>
+QUIRE_INLINE void turn_words(const At& at, i64 first, i64 stride, u32* to) {
+    I32 rows[RUN];
+    if constexpr (Kind::is_bf16) {
+        // Word 2p of row r becomes word first + r of step p, word 2p + 1 that of the step's second half.
+        const Mask even = mask_of(0x5555);
+        const auto swapped = [](I32 x) QUIRE_BODY { return as_i32(swap_lanes<1>(as_f32(x))); };
+        QUIRE_UNROLL for (int row = 0; row < N; row += 2) {
+            const I32 x = at((first + row) / 2), y = at((stride + first + row) / 2);
+            const I32 a = select(even, x, swapped(y)), b = select(even, swapped(x), y);
+            rows[row] = (a & set1(0xffff)) | shift_left<16>(b);
+            rows[row + 1] = shift_right<16>(a) | upper_half(b);
+        }
+    } else {
+        QUIRE_UNROLL for (int row = 0; row < N; ++row) rows[row] = at(first + row);
+    }
+    store_columns(to + first, stride, rows, N, RUN);
+}
+
+// Keys of a run as its values, both in the form of Kind: values past head_dim are 0. next: null, or what to prefetch.
+template <class Kind>
+static void turn_keys(const u8* from, const AheadOfRun* next, i32 head_dim, u8* to) {
+    const i64 count = head_dim / Kind::units, stride = round_up(head_dim, 16) / Kind::units;
+    const auto at = [&](i64 vector) QUIRE_BODY {
+        if (vector >= count) return set1(0);
+        if (next != nullptr) fetch<1>(next->ahead, next->run * count + vector);
+        return load(reinterpret_cast<const i32*>(from) + vector * RUN);
+    };
+    u32* const words = reinterpret_cast<u32*>(to);
+    i64 first = 0;
+    for (; first + RUN <= stride; first += RUN) turn_words<Kind, RUN>(at, first, stride, words);
+    if (first < stride) turn_words<Kind, RUN / 2>(at, first, stride, words);
+}
+
 // Whether the values of a run, in the form of Kind, are finite.
 template <class Kind>
 static bool is_finite_run(const u8* values, i64 stride) {
@@ -226,8 +261,7 @@ static void store_bf16_key(i32 dim, int token, u16* keys, const float* k) {
     }
 }
 
-static void store_bf16_head(i32 dim, int token, u16* keys, u16* values, const float* k, const float* v) {
-    store_bf16_key(dim, token, keys, k);
+static void store_bf16_value(i32 dim, int token, u16* values, const float* v) {
     alignas(64) u16 rounded[16];
     for (i32 d = 0; d < dim; d += 16) {
         const int count = smaller(16, dim - d);
@@ -237,8 +271,11 @@ static void store_bf16_head(i32 dim, int token, u16* keys, u16* values, const fl
     }
 }
 
-static void store_f32_head(i32 dim, int token, float* keys, float* values, const float* k, const float* v) {
+static void store_f32_key(i32 dim, int token, float* keys, const float* k) {
     for (i32 d = 0; d < dim; ++d) keys[d * RUN + token] = k[d];
+}
+
+static void store_f32_value(i32 dim, int token, float* values, const float* v) {
     for (i32 d = 0; d < dim; d += 16) {
         const Mask dims = first_lanes(dim - d);
         store(values + token * dim + d, load(v + d, dims), dims);
@@ -314,7 +351,7 @@ static void move_token(const KvLayer& kv, i64 from, i64 to) {
         const i64 source = run_element(kv, from / kv.block_size, head, from_offset);
         const i64 target = run_element(kv, to / kv.block_size, head, to_offset);
         copy_key(key, kv.head_dim, keys + bytes_of(key, source), from_offset % RUN, keys + bytes_of(key, target), to_offset % RUN);
-        copy_value(value, kv.head_dim, values + bytes_of(value, source), from_offset % RUN, values + bytes_of(value, target), to_offset % RUN);
+        if (!kv.is_joined()) copy_value(value, kv.head_dim, values + bytes_of(value, source), from_offset % RUN, values + bytes_of(value, target), to_offset % RUN);
         if (!has_scales(kv.format)) continue;
         const i64 scale = scale_element(kv, from / kv.block_size, head, from_offset);
         const i64 place = scale_element(kv, to / kv.block_size, head, to_offset);
@@ -330,9 +367,11 @@ static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_hea
     for (i32 head = first_head; head < first_head + num_heads; ++head, keys += dim, values += dim) {
         const i64 run = run_element(kv, block, head, offset);
         if (kv.format == KvFormat::bf16) {
-            store_bf16_head(dim, token, static_cast<u16*>(kv.keys) + run, static_cast<u16*>(kv.values) + run, keys, values);
+            store_bf16_key(dim, token, static_cast<u16*>(kv.keys) + run, keys);
+            if (!kv.is_joined()) store_bf16_value(dim, token, static_cast<u16*>(kv.values) + run, values);
         } else if (kv.format == KvFormat::f32) {
-            store_f32_head(dim, token, static_cast<float*>(kv.keys) + run, static_cast<float*>(kv.values) + run, keys, values);
+            store_f32_key(dim, token, static_cast<float*>(kv.keys) + run, keys);
+            if (!kv.is_joined()) store_f32_value(dim, token, static_cast<float*>(kv.values) + run, values);
         } else {
             const i64 scale = scale_element(kv, block, head, offset);
             const KvFormat key_kind = key_format(kv.format), value_kind = value_format(kv.format);
@@ -340,6 +379,7 @@ static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_hea
             u8* const value = static_cast<u8*>(kv.values) + bytes_of(value_kind, run);
             kv.key_scales[scale] = key_kind == KvFormat::r4 ? store_level_key(dim, token, key, keys)
                                                             : store_codes(key_kind, dim, key + token, RUN, keys);
+            if (kv.is_joined()) continue;
             kv.value_scales[scale] = value_kind == KvFormat::r4 ? store_level_value(dim, token, value, values)
                                                                 : store_codes(value_kind, dim, value + token * dim, 1, values);
         }

@@ -100,6 +100,7 @@ struct Product {
     int num_runs;
     i64 steps;               // scores: units of a row of q
     i64 run_stride;          // sums: bytes of one step of a run of values
+    i64 first;               // sums: of these, the first that are added up, a multiple of 64
     const u8* rows;          // the rows' units, one row after the other
     i64 row_stride;
     float* out;
@@ -190,7 +191,7 @@ template <class Kind, int R = TILE_ROWS>
 static void sum_rows(const Product& product, int num_rows) {
     if constexpr (R > 1)
         if (num_rows < R) return sum_rows<Kind, R - 1>(product, num_rows);
-    sum_dims<Kind, R, tile_vectors(R)>(product, 0);
+    sum_dims<Kind, R, tile_vectors(R)>(product, product.first);
 }
 
 // The tokens [begin, end) that something attends to.

@@ -59,7 +59,7 @@ static void gather_path(const AttentionJob& job, Path& path, bool is_keys) {
     const KvLayer& kv = job.kv;
     Chunk& chunk = path.chunk;
     const KvFormat format = is_keys ? key_format(kv.format) : value_format(kv.format);
-    const auto copy_token = is_keys ? copy_key : copy_value;
+    const auto copy_token = is_keys || kv.is_joined() ? copy_key : copy_value;
     const u8** runs = is_keys ? chunk.keys : chunk.values;
     u64 left = path.ancestors;
     i32 position = path.tile.tree_start;

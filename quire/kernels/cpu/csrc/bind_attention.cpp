@@ -44,6 +44,7 @@ void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 k
         throw std::invalid_argument("a cache of " + format + " needs key_scales and value_scales");
     if (value_format(kind) == KvFormat::r4 && head_dim > MAX_ROTATED_DIM)
         throw std::invalid_argument("head_dim is " + std::to_string(head_dim) + "; a cache of " + format + " allows at most " + std::to_string(MAX_ROTATED_DIM));
+    if (kind == KvFormat::k8v4 && values == keys) throw std::invalid_argument("rows that are both key and value have one format, got " + format);
     new (layer) KvLayer{kind, block_size, kv_heads, head_dim, pointer<void>(keys), pointer<void>(values),
                         pointer<float>(key_scales), pointer<float>(value_scales)};
 }
@@ -56,7 +57,7 @@ void init_batch(Batch* batch, i32 num_sequences, i32 num_tokens, uintptr_t query
 }
 
 void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, i32 window, float softcap, uintptr_t sinks,
-              bool is_bf16) {
+              bool is_bf16, i32 first_value) {
     if (num_heads < 1 || num_heads % kv.kv_heads != 0)
         throw std::invalid_argument("num_heads is " + std::to_string(num_heads) + "; it must be a multiple of kv_heads, " +
                                     std::to_string(kv.kv_heads));
@@ -69,6 +70,7 @@ void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, 
     job->softcap = softcap;
     job->sinks = pointer<const float>(sinks);
     job->is_bf16 = is_bf16;
+    job->first_value = first_value;
 }
 
 void set_rows(AttentionJob& job, uintptr_t q, i64 q_stride, uintptr_t out, i64 out_stride, uintptr_t scratch) {
@@ -141,7 +143,7 @@ void bind_attention(nb::module_& m) {
              nb::arg("ancestors") = 0);
     nb::class_<AttentionJob>(m, "AttentionJob", "Attention of one layer; set_rows gives q, out and scratch. Does not own the memory.")
         .def("__init__", &init_job, nb::arg("kv"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window") = 0,
-             nb::arg("softcap") = 0.0f, nb::arg("sinks") = 0, nb::arg("is_bf16") = true)
+             nb::arg("softcap") = 0.0f, nb::arg("sinks") = 0, nb::arg("is_bf16") = true, nb::arg("first_value") = 0)
         .def("set_rows", &set_rows, nb::arg("q"), nb::arg("q_stride"), nb::arg("out"), nb::arg("out_stride"), nb::arg("scratch"),
              "Set the addresses of q and out [num_tokens][stride] f32, and of 64-aligned scratch of attention_scratch_bytes.");
     m.def("attention_scratch_bytes", &attention_scratch_bytes, nb::arg("job"), nb::arg("batch"), nb::arg("num_threads"),

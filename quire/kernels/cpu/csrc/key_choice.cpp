@@ -71,16 +71,15 @@ void KeyChoice::reserve(KvFormat format) {
     const i64 places = std::min(num_pieces(), GATHERED_PIECES), tokens = places * num_runs_ * RUN;
     const i64 cache_bytes = (bytes_of(format, tokens * row_size) + 127) / 128 * 128,
               score_bytes = (places * max_end_ * 4 + 127) / 128 * 128;
-    const i64 num_bytes = 2 * cache_bytes + 2 * score_bytes + (is_shared ? num_pieces() : places) * num_runs_ * RUN * 4;
+    const i64 num_bytes = cache_bytes + 2 * score_bytes + (is_shared ? num_pieces() : places) * num_runs_ * RUN * 4;
     if (num_bytes > memory_.bytes) {
         memory_ = Memory(0);
         memory_ = Memory(num_bytes);
     }
     keys_ = memory_.data;
-    values_ = keys_ + cache_bytes;
-    scores_ = reinterpret_cast<float*>(values_ + cache_bytes);
-    order_ = reinterpret_cast<u32*>(values_ + cache_bytes + score_bytes);
-    tokens_ = reinterpret_cast<i32*>(values_ + cache_bytes + 2 * score_bytes);
+    scores_ = reinterpret_cast<float*>(keys_ + cache_bytes);
+    order_ = reinterpret_cast<u32*>(keys_ + cache_bytes + score_bytes);
+    tokens_ = reinterpret_cast<i32*>(keys_ + cache_bytes + 2 * score_bytes);
     tables_.resize(static_cast<size_t>(places) * num_runs_);
     for (size_t i = 0; i < tables_.size(); ++i) tables_[i] = static_cast<i32>(i);
 }
@@ -98,7 +97,7 @@ Batch KeyChoice::batch(i32 first, i32 count) const {
     return found;
 }
 
-KvLayer KeyChoice::gathered(KvFormat format) const { return {format, RUN, 1, row_size, keys_, values_, nullptr, nullptr}; }
+KvLayer KeyChoice::gathered(KvFormat format) const { return {format, RUN, 1, row_size, keys_, keys_, nullptr, nullptr}; }
 
 void KeyChoice::choose(i32 piece, i32 place) const {
     const KeyPiece& own = pieces[piece];

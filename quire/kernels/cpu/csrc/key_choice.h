@@ -65,7 +65,7 @@ private:
     const u64* ancestors_ = nullptr;
     i32 num_runs_ = 0, max_end_ = 0;
     Memory memory_{0};
-    u8 *keys_ = nullptr, *values_ = nullptr;
+    u8* keys_ = nullptr;
     float* scores_ = nullptr;
     u32* order_ = nullptr;
     i32* tokens_ = nullptr;

@@ -386,7 +386,37 @@ template <int N> QUIRE_INLINE F32 swap_lanes(F32 x) {
     constexpr int order = N == 2 ? 0x4e : 0xb1;
     return {_mm256_permute_ps(x.a, order), _mm256_permute_ps(x.b, order)};
 }
+// Eight words of eight rows, transposed in registers: pairs of rows, then fours, then the 128-bit lanes.
+QUIRE_INLINE void store_eight_columns(u32* to, i64 stride, const __m256i (&rows)[8]) {
+    __m256i pairs[8], fours[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const int first = i / 2 * 4 + i % 2;
+        fours[i / 2 * 4 + i % 2 * 2] = _mm256_unpacklo_epi64(pairs[first], pairs[first + 2]);
+        fours[i / 2 * 4 + i % 2 * 2 + 1] = _mm256_unpackhi_epi64(pairs[first], pairs[first + 2]);
+    }
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + w * stride), _mm256_permute2x128_si256(fours[w], fours[4 + w], 0x20));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (4 + w) * stride), _mm256_permute2x128_si256(fours[w], fours[4 + w], 0x31));
+    }
+}
 QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    if (num_rows % 8 == 0 && num_words == 16) {
+        for (int r = 0; r < num_rows; r += 8) {
+            __m256i low[8], high[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) low[i] = rows[r + i].a, high[i] = rows[r + i].b;
+            store_eight_columns(to + r, stride, low);
+            store_eight_columns(to + 8 * stride + r, stride, high);
+        }
+        return;
+    }
     for (int r = 0; r < num_rows; ++r) {
         i32 words[16];
         store(words, rows[r]);

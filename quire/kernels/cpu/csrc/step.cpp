@@ -204,6 +204,7 @@ struct Stepper : StepBlock {
         a.slopes = l.slopes.empty() ? nullptr : l.slopes.data();
         a.value_dim = l.value_size();
         a.is_bf16 = plan.is_bf16_;
+        if (value_format(l.kv.format) != KvFormat::r4) a.first_value = l.latent.rope;
         if (!plan.step_bounds_.empty() && l.window == 0) {
             a.bounds = plan.step_bounds_.data();
             a.layer = l.index;

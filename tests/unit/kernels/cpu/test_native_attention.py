@@ -39,6 +39,7 @@ class Setup:
     has_sinks: bool = False
     scale: float = 0.0
     magnitude: float = 1.0
+    is_joined: bool = False  # a row is both key and value, stored once
 
     @property
     def is_quantised(self):
@@ -70,6 +71,8 @@ class Cache:
             kind = DTYPES[setup.cache]
             self.keys, self.values = (torch.full((*shape, setup.head_dim), torch.nan, dtype=kind) for _ in range(2))
             self.key_scales = self.value_scales = None
+        if setup.is_joined:
+            self.values, self.value_scales = self.keys, self.key_scales
         # Entries past the context point at a block that no sequence owns, and that is full of NaN.
         self.tables = torch.full((len(lengths), max(num_blocks) + 1), int(order[-1]), dtype=torch.int32)
         self.k, self.v, self.slots = [], [], []
@@ -82,7 +85,7 @@ class Cache:
             self.slots.append(blocks * setup.block_size + positions % setup.block_size)
             width = setup.kv_heads * setup.head_dim
             self.k.append(torch.randn(length, width, generator=generator) * setup.magnitude)
-            self.v.append(torch.randn(length, width, generator=generator))
+            self.v.append(self.k[-1] if setup.is_joined else torch.randn(length, width, generator=generator))
             self.store(index, isa, num_threads)
 
     def layer(self):
@@ -104,7 +107,7 @@ class Cache:
                 dequantize(codes, scales.double(), code)
                 for codes, scales, code in zip((keys, values), (key_scales, value_scales), CODES[s.cache], strict=True)
             )
-            return keys.double(), values.double()
+            return keys.double(), (keys if s.is_joined else values).double()
         keys, values = self.keys.double(), self.values.double()
         if s.cache == "bf16":
             keys = keys.view(*runs, s.head_dim // 2, 16, 2).transpose(-2, -3).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
@@ -112,7 +115,7 @@ class Cache:
         else:
             keys = keys.view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
         blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
-        return keys[blocks, :, offsets], values[blocks, :, offsets]
+        return keys[blocks, :, offsets], (keys if s.is_joined else values)[blocks, :, offsets]
 
     def codes(self, index):
         """Return the codes [L, K, D] and the scales [L, K] of a sequence, of keys and of values, by the documented layout."""
@@ -135,7 +138,7 @@ class Cache:
         )
 
 
-def attend(cache, rows, q, *, sinks=None, num_threads=1, isa="", trees=(None, None)):
+def attend(cache, rows, q, *, sinks=None, num_threads=1, isa="", trees=(None, None), first_value=0):
     """Return the attention of q [T, H * D] for rows, (sequence, context length, number of queries) each.
 
     trees  [S] i32 how many of the last rows of each are a tree, [T] u64 the ancestors of each row
@@ -146,7 +149,8 @@ def attend(cache, rows, q, *, sinks=None, num_threads=1, isa="", trees=(None, No
     tables = cache.tables[[sequence for sequence, _, _ in rows]].contiguous()
     addresses = [address(starts), address(lengths), address(tables), tables.shape[1], *map(address, trees)]
     batch = native.AttentionBatch(len(rows), len(q), *addresses)
-    job = native.AttentionJob(cache.layer(), s.num_heads, s.score_scale, s.window, s.softcap, address(sinks), s.is_bf16)
+    numbers = s.num_heads, s.score_scale, s.window, s.softcap, address(sinks), s.is_bf16, first_value
+    job = native.AttentionJob(cache.layer(), *numbers)
     size = native.attention_scratch_bytes(job, batch, num_threads, isa)
     guard = 256
     scratch = torch.full((size + 64 + guard,), 0xFF, dtype=torch.uint8)
@@ -228,11 +232,17 @@ SETUPS = {
     "group3-window1": Setup(num_heads=9, kv_heads=3, window=1),
     "window256-f32": Setup(cache="f32", is_bf16=False, window=256, softcap=2.0),
     "large": Setup(magnitude=30.0),
+    "joined": Setup(num_heads=40, kv_heads=1, head_dim=72, is_joined=True),
+    "joined-f32": Setup(num_heads=3, kv_heads=1, head_dim=24, cache="f32", is_bf16=False, is_joined=True),
+    "joined-i8": Setup(num_heads=4, kv_heads=1, head_dim=18, cache="i8", block_size=32, is_joined=True),
+    "joined-f8-f32": Setup(num_heads=2, kv_heads=1, head_dim=40, cache="f8", is_bf16=False, is_joined=True),
+    "joined-r4": Setup(num_heads=5, kv_heads=1, head_dim=64, cache="r4", is_joined=True),
     "negative-scale": Setup(scale=-0.2, head_dim=16),
 }
 ROWS = [(0, 1, 1), (1, 700, 1), (2, 83, 83), (3, 530, 41), (4, 16, 16), (5, 257, 2), (6, 512, 1)]
 LENGTHS = [1, 700, 83, 530, 16, 257, 512]
 NAMES = pytest.mark.parametrize("name", SETUPS)
+JOINED = [name for name, setup in SETUPS.items() if setup.is_joined]
 EACH_ISA = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -320,6 +330,22 @@ def test_a_row_is_the_same_bits_when_alone_chunked_or_batched_on_any_threads(nam
             assert same(mine[done : done + size], part)
             done += size
         start += count
+
+
+@EACH_ISA
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_that_are_key_and_value_give_the_bits_of_both_apart(name, isa):
+    joined = Cache(SETUPS[name], LENGTHS, isa=isa)
+    apart = Cache(replace(SETUPS[name], is_joined=False), LENGTHS, isa=isa)
+    for index, rows in enumerate(joined.k):
+        apart.k[index] = apart.v[index] = rows
+        apart.store(index, isa)
+    q = queries_of(SETUPS[name], ROWS)
+    expected = attend(apart, ROWS, q, isa=isa, num_threads=2)
+    assert same(attend(joined, ROWS, q, isa=isa, num_threads=2), expected)
+    if SETUPS[name].cache != "r4":
+        wanted = attend(joined, ROWS, q, isa=isa, first_value=17).view(len(q), -1, SETUPS[name].head_dim)
+        assert same(wanted[..., 16:], expected.view_as(wanted)[..., 16:])
 
 
 @EACH_ISA
@@ -430,21 +456,6 @@ def test_every_code_of_float8_is_stored_and_read_as_torch_does(isa):
     assert torch.equal(attend(cache, [(0, 1, 1)], torch.zeros(1, len(x)), isa=isa)[0], expected)
 
 
-@pytest.mark.parametrize("cache_format", ["r4", "k8v4", "f8"])
-@EACH_ISA
-def test_moved_tokens_keep_their_codes_and_scales(cache_format, isa):
-    cache = Cache(Setup(cache=cache_format, head_dim=18), [60], isa=isa)
-    keys, values = cache.stored(0)
-    sources, targets = cache.slots[0][[3, 40, 17]].contiguous(), cache.slots[0][[50, 9, 18]].contiguous()
-    native.move_kv(cache.layer(), address(sources), address(targets), 3, isa)
-    moved_keys, moved_values = cache.stored(0)
-    assert torch.equal(moved_keys[[50, 9, 18]], keys[[3, 40, 17]])
-    assert torch.equal(moved_values[[50, 9, 18]], values[[3, 40, 17]])
-    others = [token for token in range(60) if token not in (50, 9, 18)]
-    assert torch.equal(moved_keys[others], keys[others])
-    assert torch.equal(moved_values[others], values[others])
-
-
 @EACH_ISA
 @pytest.mark.parametrize("cache_format", ["i8", "f8", "r4"])
 def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(cache_format, isa):
@@ -509,6 +520,8 @@ def test_what_is_not_supported_is_refused_when_a_layer_or_job_is_made():
         native.AttentionJob(layer, 3, 1.0)
     with pytest.raises(ValueError, match="window"):
         native.AttentionJob(layer, 4, 1.0, -1)
+    with pytest.raises(ValueError, match="one format, got k8v4"):
+        native.KvLayer("k8v4", 16, 1, 8, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="supported_isas"):
         native.attention_scratch_bytes(native.AttentionJob(layer, 4, 1.0), native.AttentionBatch(0, 0, 0, 0, 0, 0), 1, "sse9")
 

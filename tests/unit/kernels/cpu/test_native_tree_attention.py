@@ -4,7 +4,19 @@ import random
 
 import pytest
 import torch
-from test_native_attention import EACH_ISA, ROWS, SETUPS, Cache, Setup, address, attend, native, queries_of, same, sinks_of
+from test_native_attention import (
+    EACH_ISA,
+    ROWS,
+    SETUPS,
+    Cache,
+    Setup,
+    address,
+    attend,
+    native,
+    queries_of,
+    same,
+    sinks_of,
+)
 
 
 def random_parents(rng, count):
@@ -130,7 +142,7 @@ def test_wrong_siblings_that_are_not_finite_reach_no_row_but_theirs(cache_format
 
 
 @EACH_ISA
-@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "dim80-i8-window", "dim6-f32"])
+@pytest.mark.parametrize("name", ["bf16", "f32", "dim80-i8-window", "dim6-f32", "k8v4-f32-dim18", "f8", "joined", "joined-r4"])
 def test_moved_tokens_are_those_that_were_stored(name, isa):
     setup = SETUPS[name]
     cache = Cache(setup, [90], isa=isa)
