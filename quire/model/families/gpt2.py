@@ -17,7 +17,7 @@ MODEL_TYPE = "gpt2"
 FIRST_MODEL_TYPE = "openai-gpt"
 TOP = {"embed": "wte", "pos": "wpe", "final_norm": "ln_f", "lm_head": "lm_head"}
 _LAYER = {"attn_in": "ln_1", "mlp_in": "ln_2"}
-IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+IGNORED = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|position_ids")
 """Masks of old checkpoints."""
 _LINEARS = {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 

@@ -180,6 +180,19 @@ def test_phi3_rows_are_views(write_config):
         _load(folder)
 
 
+def test_positions_that_the_first_gpt_was_saved_with_are_ignored(write_config):
+    folder = write_config("openai-gpt", n_embd=HIDDEN, n_head=4, n_layer=4, n_positions=20, hidden_size=...)
+    spec = read_model_spec(folder)
+    pieces = {"tokens_embed.weight": (spec.vocab_size, HIDDEN), "positions_embed.weight": (20, HIDDEN), "position_ids": (1, 20)}
+    linears = {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32), "mlp.c_fc": (32, 128), "mlp.c_proj": (128, 32)}
+    for name, shape in {**linears, "ln_1": (32,), "ln_2": (32,)}.items():
+        pieces |= {
+            f"h.{i}.{name}.{kind}": shape[-1:] if kind == "bias" else shape for i in range(4) for kind in ("weight", "bias")
+        }
+    save_file({name: torch.randn(shape) for name, shape in pieces.items()}, folder / "model.safetensors")
+    assert set(_load(folder)) == set(parameter_shapes(spec))
+
+
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_gpt2_as_on_the_hub(write_config, prefix):
     folder = write_config("gpt2", n_embd=HIDDEN, n_head=4, n_layer=1, n_positions=20, **dict.fromkeys(("hidden_size",), ...))
