@@ -237,6 +237,10 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
         )
     vocab_path, merges_path = files.folder / "vocab.json", files.folder / "merges.txt"
     vocab = read_json_object(vocab_path) or {}
+    if any(token.endswith("</w>") for token in vocab):  # BioGPT and the first GPT, whose files may name no class
+        raise UnsupportedError(
+            f"{vocab_path} has tokens that end with '</w>', unlike GPT-2's: put its tokenizer.json into {files.folder}"
+        )
     lines = [line for line in (read_text(merges_path) or "").split("\n") if line and not line.startswith("#version")]
     merges = [tuple(line.split(" ")) for line in lines]
     if not vocab or not all(type(token_id) is int for token_id in vocab.values()):

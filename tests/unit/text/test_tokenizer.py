@@ -173,6 +173,13 @@ def test_damaged_json_is_named(tmp_path, file, content):
         load_tokenizer(tmp_path)
 
 
+def test_words_with_marks_of_their_ends_are_not_read_as_gpt2s(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b</w>": 1, "ab</w>": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b</w>\n")
+    with pytest.raises(UnsupportedError, match=r"tokens that end with '</w>'.*: put its tokenizer\.json into"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [("vocab.json", "{"), ("vocab.json", '{"a": "b"}'), ("vocab.json", "{}"), ("merges.txt", "a b c")],
