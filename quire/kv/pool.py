@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvSpec
-from quire.kernels.cpu.pages import drop_pages
+from quire.kernels.cpu.pages import ask_for_huge_pages, drop_pages
 
 _MIN_HUGE_BYTES = 1 << 24
 
@@ -145,8 +145,8 @@ def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)
-    if num_bytes < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < _MIN_HUGE_BYTES:
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapped.madvise(mmap.MADV_HUGEPAGE)
+    ask_for_huge_pages(mapped)
     return torch.frombuffer(mapped, dtype=dtype).view(shape)

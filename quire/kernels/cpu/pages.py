@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -68,6 +69,13 @@ def take_pages(address: int, num_bytes: int) -> bool:
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     size = address + num_bytes - first
     return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
+
+
+def ask_for_huge_pages(memory: mmap.mmap) -> None:
+    """Let memory have huge pages, if the system has them."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # kernels without them refuse the advice
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def drop_pages(tensor: Tensor) -> None:

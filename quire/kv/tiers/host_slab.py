@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.shared_slots import SharedSlots
+from quire.kernels.cpu.pages import ask_for_huge_pages
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
@@ -119,8 +120,7 @@ class HostSlab:
             weakref.finalize(self, os.close, self.file)
         if self.file is None:
             memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # otherwise the first use of a slot takes longer than reading it from disk
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            ask_for_huge_pages(memory)  # otherwise the first use of a slot takes longer than reading it from disk
         else:
             memory = mmap.mmap(self.file, num_slots * stride, flags=mmap.MAP_SHARED)
         if self.file is not None and is_shared:

@@ -1,5 +1,8 @@
 """The slab of the host tier gives back the bytes of blocks, of every array of the pool."""
 
+import errno
+import mmap
+
 import pytest
 import torch
 
@@ -34,3 +37,13 @@ def test_saves_come_before_loads():
     slab.move([(0, 0)], [(0, 2)])
     assert float(pool.k[0][2].mean()) == 7
     assert len(slab.page(0)) == slab.page_bytes
+
+
+def test_memory_is_taken_where_the_system_has_no_huge_pages(monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, "no huge pages")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    slab = HostSlab(KvPool(KvSpec(16, "float32", ((8, 128),)), num_blocks=300), 1)
+    assert not slab.page(0).any()
