@@ -276,7 +276,7 @@ class ParallelSimulation:
     def _check(self, layout: Layout, load: Load) -> None:
         for name, count, most, what in (
             ("stages", layout.num_stages, self.shape.num_layers, "layers"),
-            ("ranks", layout.num_tensor, max(layer.attention.num_heads for layer in self.spec.layers), "attention heads"),
+            ("ranks", layout.head_ranks, max(layer.attention.num_heads for layer in self.spec.layers), "attention heads"),
             ("replicas", layout.num_replicas, load.num_sequences, "sequences"),
             ("homes", layout.num_homes, load.num_sequences, "sequences"),
         ):

@@ -41,14 +41,6 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def _check_health_for(llm, seconds):
-    """Check until it raises, or so long."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        llm.llm_engine.check_health()
-        time.sleep(0.02)
-
-
 def _is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

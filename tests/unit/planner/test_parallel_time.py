@@ -149,9 +149,9 @@ def test_a_step_is_the_sum_of_its_parts_by_hand():
     assert stages.read_bytes < one.read_bytes
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp4xhomes4", "tp4xhomes2", "tp4xdcp2", "tp4xdcp4"])
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp4xhomes4", "tp4xhomes2", "tp8xhomes8", "tp4xdcp2", "tp4xdcp4"])
 def test_weights_and_keys_of_a_rank_are_those_of_its_shard(layout):
-    """`demo-moe` has two key and value heads."""
+    """`demo-moe` has four heads, and two of keys and values; homes do not divide them."""
     simulation, layout = _simulation("demo-moe", "xeon-8480"), Layout.parse(layout)
     spec, shape = simulation.spec, simulation.shape
     home_size = layout.head_ranks if layout.num_homes > 1 else 0
