@@ -28,6 +28,8 @@ from tests.golden.rank_logits import NUM_STATES, state_rows
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
 
 BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 16, 131, 12
+_DIVIDED = [case for case in CASES if case in STRUCTURES and case not in (*TORCH_CASES, "glm-moe-dsa")]
+"""The last one's layers attend to what the indexer of another stage has chosen, which is refused."""
 
 
 def _steps():
@@ -176,7 +178,7 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None, shares=(1.0,), loa
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "case",
-    [*(case for case in CASES if case in STRUCTURES and case not in TORCH_CASES), "gemma4-dense", "gemma4-moe", "nanochat"],
+    [*_DIVIDED, "gemma4-dense", "gemma4-moe", "nanochat"],
 )
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
@@ -198,7 +200,7 @@ def test_logits_of_quantised_weights_are_the_same_bits_on_any_division_into_stag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*(case for case in CASES if case in STRUCTURES and case not in TORCH_CASES), "nanochat"])
+@pytest.mark.parametrize("case", [*_DIVIDED, "nanochat"])
 def test_logits_are_the_same_bits_on_stages_of_several_ranks(checkpoint, case):
     _compare(checkpoint(case, "v5"), "bfloat16", shares=(2, 1))
 

@@ -225,7 +225,8 @@ def test_states_from_tiers_give_the_same_tokens(monkeypatch, tmp_path, checkpoin
         tier = llm.llm_engine.scheduler.kv.host_tier
         assert tier.find_problem() is None
         llm.close()
-    assert hits[1] >= 80  # whole blocks before the last token
+    # Whole blocks before the last token; pages that have to be read again are computed where the disk is slow.
+    assert hits[1] >= (32 if how == "small host tier" else 80)
     assert tier.stats.num_disk_hits > 1
 
 

@@ -121,7 +121,7 @@ struct Replay {
         NUMBER(is_qk_norm_whole) NUMBER(is_qk_norm_each) NUMBER(is_qk_norm_last) NUMBER(top_k) NUMBER(is_renormalized) NUMBER(is_parallel) NUMBER(clip)
         NUMBER(query_beta) NUMBER(query_max) NUMBER(query_offset) NUMBER(positive) NUMBER(negative) NUMBER(gate_limit) NUMBER(gate_slope)
         NUMBER(weighs_inputs) NUMBER(output_scale) NUMBER(attention_out_scale) NUMBER(mixer_out_scale) NUMBER(gate_scale) NUMBER(down_scale)
-        NUMBER(is_expert_gated) NUMBER(has_head_gate)
+        NUMBER(is_expert_gated) NUMBER(has_head_gate) NUMBER(value_dim) NUMBER(value_scale)
         throw std::runtime_error("unknown number " + name);
     }
     void set_weight() {
@@ -139,8 +139,8 @@ struct Replay {
         const size_t count = static_cast<size_t>(in.number());
         in.end_line();
         const std::vector<float> values = in.values<float>(count);
-        if (name != "sinks") throw std::runtime_error("unknown values " + name);
-        to.sinks = values;
+        if (name != "sinks" && name != "slopes") throw std::runtime_error("unknown values " + name);
+        (name == "sinks" ? to.sinks : to.slopes) = values;
     }
     void set_routing() {
         PlanLayer& to = layer();
