@@ -1,5 +1,5 @@
-"""Falcon 7B, 40B and 11B (TII, 2023): parallel blocks, few heads of keys and values, q, k, v of each group together; ALiBi in
-Falcon-RW."""
+"""Falcon 7B, 40B and 11B (TII, 2023): parallel blocks, few heads of keys and values, q, k, v of each group together;
+Falcon-RW has ALiBi of 8 bits, and runs by torch on a CPU."""
 
 from __future__ import annotations
 
