@@ -1,6 +1,7 @@
 """The interference benchmark: phases, the same tokens in every case, and options that are refused."""
 
 import json
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from quire import EngineConfig
 from quire.base.errors import ConfigError
 from quire.bench.interference import PHASES, InterferenceOptions, measure_interference
 from quire.engine import remote_prefill
+from quire.engine.llm_engine import LLMEngine
 from quire.kernels.native import load_native
 
 SMALL = {"num_decodes": 2, "decode_tokens": 8, "prompt_tokens": 130, "num_steps": 3, "num_rounds": 2}
@@ -37,6 +39,14 @@ def test_a_separate_engine_computes_the_long_prompts(tiny_model, monkeypatch):
     # This machine may be busy, so that the peer is slow: it is preferred and waited for all the same.
     for name, value in {"_MAX_SLOWDOWN": 1e9, "_MIN_WAIT_S": 60.0, "_UNKNOWN_WAIT_S": 60.0}.items():
         monkeypatch.setattr(remote_prefill, name, value)
+    step = LLMEngine.step
+
+    def step_slowly(engine):
+        if engine.remote_prefill:  # a prompt is computed by the peer; the other sequences must not end before
+            time.sleep(0.2)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", step_slowly)
     options = InterferenceOptions(chunks=(0,), prefill_threads=1, **SMALL)
     case = measure_interference(config_of(tiny_model, num_threads=2), options).cases[1]
     assert (case.name, case.num_threads, case.is_same) == ("separate engine", (1, 1), True)
