@@ -10,6 +10,10 @@ from quire.base.errors import ConfigError
 MAX_RANKS = 64
 """Of one group on one host: what the native barrier has room for."""
 
+LEAST_DIVIDED_TOKENS = 64
+"""Tokens of a sequence in a step from which on ranks divide them (-pcp), or gather the keys of prompts (-dcp); in native code
+MIN_DIVIDED_TOKENS. Of other steps CPU ranks divide the sequences, GPU ranks nothing."""
+
 EXECUTOR_BACKENDS = ("spawn", "ray")
 """Who starts ranks."""
 

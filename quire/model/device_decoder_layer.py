@@ -92,8 +92,8 @@ class DeviceLayer:
         self._branches = ExpertBranches(spec.mlp, own) if is_branched and isinstance(spec.mlp, MoeSpec) else None
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
-        self._sizes = [size * attention.num_kv_heads for size in (attention.head_dim, attention.value_size)]
-        self._sizes.insert(0, attention.num_heads * attention.head_dim)
+        num_kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
+        self._sizes = [attention.num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * attention.value_size]
         self.attn_in = norm_of(own, "attn_in", spec.attn_in)
         self._attn_out = norm_of(own, "attn_out", spec.attn_out)
         self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.parallel import LEAST_DIVIDED_TOKENS
 from quire.kernels.triton.step import DeviceAttentionMetadata, send_together
 from quire.model.device_collectives import Collectives
-
-LEAST_DIVIDED_TOKENS = 64
-"""Of a run of a sequence's tokens that is divided."""
 
 _PIECES = 2
 """Of a run, for each rank: one near its start and one near its end, so that all attend to about as many keys."""

@@ -57,8 +57,7 @@ def write_loads(
 def read_pairs(path: str, tokens: Mapping[int, Sequence[int]]) -> dict[int, NDArray[np.int64]]:
     """Return the tokens that chose two experts [E, E] of each layer; tokens: what read_loads returned. Raises ConfigError if
     the file has none, which only GPU ranks on several hosts count."""
-    _read(path, _LOAD, None)
-    entries: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8")).get("pairs")
+    entries = _read_file(path, _LOAD).get("pairs")
     if not isinstance(entries, dict) or set(entries) != set(map(str, tokens)):
         raise ConfigError(f"expert load {path} has no pairs of experts of its layers: GPU ranks on several hosts count them")
     found: dict[int, NDArray[np.int64]] = {}
@@ -115,19 +114,7 @@ def _write(path: str, kind: str, layers: Mapping[int, list[Any]], pairs: Mapping
 
 def _read(path: str, kind: str, num_experts: Mapping[int, int] | None) -> dict[int, Any]:
     """Return the entry of each layer. Raises ConfigError where the file has other layers than the model's with experts."""
-    try:
-        file = Path(path).expanduser()
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{kind} {path} has {file.stat().st_size} bytes; allowed: {_MAX_BYTES}")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{kind} {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{kind} {path} is not JSON: {error}") from error
-    is_known = isinstance(content, dict) and content.get("kind") == kind and content.get("version") == 1
-    layers = content.get("layers") if is_known else None
-    if not isinstance(layers, dict):
-        raise ConfigError(f'{path} is not a file with "kind": "{kind}", "version": 1 and "layers"')
+    layers: dict[str, Any] = _read_file(path, kind)["layers"]
     if num_experts is None:
         odd = next((layer for layer in layers if not (layer.isascii() and layer.isdigit() and len(layer) < 7)), None)
         if odd is not None or not layers:
@@ -141,3 +128,20 @@ def _read(path: str, kind: str, num_experts: Mapping[int, int] | None) -> dict[i
             f"{len(wanted)} layers: {', '.join(map(str, sorted(num_experts)))}"
         )
     return {int(layer): value for layer, value in layers.items()}
+
+
+def _read_file(path: str, kind: str) -> dict[str, Any]:
+    """Return what a file of a kind has, "layers" among it. Raises ConfigError."""
+    try:
+        file = Path(path).expanduser()
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{kind} {path} has {file.stat().st_size} bytes; allowed: {_MAX_BYTES}")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{kind} {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{kind} {path} is not JSON: {error}") from error
+    is_known = isinstance(content, dict) and content.get("kind") == kind and content.get("version") == 1
+    if not is_known or not isinstance(content.get("layers"), dict):
+        raise ConfigError(f'{path} is not a file with "kind": "{kind}", "version": 1 and "layers"')
+    return content

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from quire.base.errors import ConfigError
 from quire.contracts.expert_options import is_float8_step
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.contracts.parallel import LEAST_DIVIDED_TOKENS
 from quire.planner.expert_exchange import (
     EXCHANGED_BYTES,
     HALVES_ROWS,
@@ -20,7 +21,6 @@ from quire.planner.hardware import Hardware
 from quire.planner.layout import Layout
 from quire.planner.model_shape import KV_FORMATS, ModelShape
 from quire.planner.rank_exchange import (
-    DIVIDED_TOKENS,
     Exchange,
     StepTokens,
     around_experts,
@@ -197,7 +197,7 @@ class ParallelSimulation:
         flops = (linear_flops - active_experts - head_flops) * share + active_experts * busiest
         flops = flops / parts + head_flops * share  # one of the groups that divide prompts has all logits
         cached = step_bytes(self.shape, work, self.precision, self.kv_format)[1] * layout.kv_share(self.shape.num_kv_heads)
-        if load.num_new < DIVIDED_TOKENS:
+        if load.num_new < LEAST_DIVIDED_TOKENS:
             cached /= parts  # a divided prompt is read by all
         device, reached = self.hardware, self.hardware.efficiency
         bandwidth, peak = device.bytes_per_s * reached.bandwidth, reached.compute

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.contracts.parallel import LEAST_DIVIDED_TOKENS
 from quire.planner.layout import Layout
-
-DIVIDED_TOKENS = 64
-"""Tokens of a sequence from which on -pcp divides them. Of other steps CPU ranks divide the sequences, GPU ranks nothing."""
 
 _CHUNK = 256
 _ROUND_BYTES = 16 << 20
@@ -29,7 +27,7 @@ class StepTokens:
 
     def parts(self, layout: Layout) -> int:
         """Return among how many groups of ranks the tokens of the step are divided."""
-        return 1 if self.is_gpu and self.num_new < DIVIDED_TOKENS else layout.num_parts
+        return 1 if self.is_gpu and self.num_new < LEAST_DIVIDED_TOKENS else layout.num_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def context_exchange(layer: LayerSpec, layout: Layout, tokens: StepTokens, is_ga
         partial = 4 * num_kv_heads * chunks * (2 * _TILE_ROWS / tile + group * one.head_dim)
         rounds = math.ceil(tokens.num_sequences * tokens.num_new * partial / _ROUND_BYTES)
         return Exchange(1 + rounds, rows + partial * others)
-    if tokens.num_new >= DIVIDED_TOKENS:  # the keys of prompts
+    if tokens.num_new >= LEAST_DIVIDED_TOKENS:  # the keys of prompts
         keys = 2 * num_kv_heads * one.head_dim * tokens.kv_value_bytes * seen / tokens.num_new
         return Exchange(3, rows + keys * others)
     results = (places - 1) * num_heads * (one.head_dim + 1) * 4

@@ -54,8 +54,7 @@ class RunSkips:
         is_floor = (places < RUN) | ((places // RUN >= last - 1) & (places < ends[..., None]))
         floors = scores.float().masked_fill(~is_floor, -torch.inf).amax(-1, keepdim=True)
         skipped = (bounds < floors - gaps) & may_skip
-        num_heads = torch.broadcast_to(may_skip, skipped.shape)
-        self.counts[0] += int(num_heads.all(1).sum())
+        self.counts[0] += int(may_skip.expand_as(skipped).all(1).sum())
         self.counts[1] += int(skipped.all(1).sum())
         is_hidden = torch.zeros(scores.shape, dtype=torch.bool)
         is_hidden[..., : num_runs * RUN] = skipped.repeat_interleave(RUN, -1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.contracts.model_spec import AttentionSpec
 from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.indexer import SCORES_AT_ONCE, IndexInputs, choose, score_keys_launch, sequences_of
+from quire.kernels.triton.indexer import IndexInputs, choose, scores_of
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
 
@@ -43,15 +43,9 @@ def attend_blocks(
     """
     indexer = spec.block_indexer
     assert indexer is not None
-    num_keys, sequences = max(1, step.max_context_len), sequences_of(step, len(q))
-    count = max(1, SCORES_AT_ONCE // (num_keys * indexer.num_heads))
     found: list[Tensor] = []
-    for first in range(0, len(q), count):
-        own = slice(first, min(first + count, len(q)))
-        scores = torch.empty(own.stop - first, indexer.num_heads, num_keys, dtype=torch.float32, device=q.device)
-        score_keys_launch(scores, index, sequences, step, indexer, first).run()
-        rows = sequences[own]
-        tokens = torch.arange(first, own.stop, dtype=torch.int32, device=q.device)
+    for own, rows, scores in scores_of(index, step, indexer):
+        tokens = torch.arange(own.start, own.stop, dtype=torch.int32, device=q.device)
         places = step.context_lens[rows] - step.query_starts[rows + 1] + tokens  # negative for padding
         chosen, counts = _choose_blocks(scores, places, indexer)
         found.append(_attend(q[own], cache, step.block_tables[rows], places, chosen, counts, spec, heads, is_in_order))

@@ -6,7 +6,8 @@ positions come first. What a query chooses depends on its own sequence only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,17 +40,11 @@ def choose_keys(
 ) -> list[DeviceAttentionMetadata]:
     """Return the keys that the indexer chooses for each query, itself included, causally: steps of consecutive queries, each a
     sequence of one query in blocks of one token. This step's index keys are already stored."""
-    num_tokens, num_keys, device = len(index.heads), max(1, step.max_context_len), index.heads.device
-    sequences = sequences_of(step, num_tokens)
-    count = max(1, SCORES_AT_ONCE // num_keys)
     found: list[DeviceAttentionMetadata] = []
-    for first in range(0, num_tokens, count):
-        own = slice(first, min(first + count, num_tokens))
-        scores = torch.empty(own.stop - first, num_keys, dtype=torch.float32, device=device)
-        score_keys_launch(scores, index, sequences, step, indexer, first).run()
+    for own, sequences, scores in scores_of(index, step, indexer):
         chosen, counts = choose(scores, indexer.top_k)
-        slots = _slots_of(chosen, step.block_tables, sequences[own], block_size)
-        starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=device)
+        slots = _slots_of(chosen, step.block_tables, sequences, block_size)
+        starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=scores.device)
         found.append(DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, chosen.shape[1]))
     return found
 
@@ -72,6 +67,21 @@ def attend_chosen(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def scores_of(
+    index: IndexInputs, step: DeviceAttentionMetadata, indexer: IndexerSpec | BlockIndexerSpec
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield consecutive tokens, at most as many as SCORES_AT_ONCE allows: which ones, their sequences [N] i32, and their scores
+    of all keys, see score_keys_launch."""
+    num_tokens, device = len(index.heads), index.heads.device
+    shape = (() if index.weights is not None else (indexer.num_heads,)) + (max(1, step.max_context_len),)
+    sequences, count = _sequences_of(step, num_tokens), max(1, SCORES_AT_ONCE // math.prod(shape))
+    for first in range(0, num_tokens, count):
+        own = slice(first, min(first + count, num_tokens))
+        scores = torch.empty(own.stop - first, *shape, dtype=torch.float32, device=device)
+        score_keys_launch(scores, index, sequences, step, indexer, first).run()
+        yield own, sequences[own], scores
+
+
 def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return which keys have the best scores, [T, K] i64 in ascending order, and how many each row has, [T] i32.
 
@@ -91,7 +101,7 @@ def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return chosen[:, :top_k], is_chosen.sum(1, dtype=torch.int32)
 
 
-def sequences_of(step: DeviceAttentionMetadata, num_tokens: int) -> Tensor:
+def _sequences_of(step: DeviceAttentionMetadata, num_tokens: int) -> Tensor:
     """Return the sequence of each token, [T] i32."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=step.slots.device)
     if step.is_decode:

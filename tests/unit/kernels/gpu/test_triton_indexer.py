@@ -9,7 +9,7 @@ from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.block_sparse import attend_blocks as attend_blocks_by_torch
 from quire.kernels.reference.compressed_attention import EntryCache
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, choose_all
-from quire.kernels.triton import block_indexer, indexer
+from quire.kernels.triton import indexer
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.block_indexer import HeadsOfRank, attend_blocks
 from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose, choose_keys
@@ -78,7 +78,7 @@ def test_lower_keys_come_first_where_scores_are_equal(device):
 
 
 def test_heads_attend_to_the_blocks_that_the_reference_chooses(device, monkeypatch):
-    monkeypatch.setattr(block_indexer, "SCORES_AT_ONCE", 600)
+    monkeypatch.setattr(indexer, "SCORES_AT_ONCE", 600)
     torch.manual_seed(7)
     tables, starts = torch.randperm(24).view(3, 8), [0, 3, 12, 13]
     step = AttentionMetadata(torch.zeros(13, dtype=torch.int64), starts, [61, 9, 33], tables)
