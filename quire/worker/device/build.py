@@ -232,7 +232,7 @@ def build_rank(
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     choose_tiles(config, device)
-    memory = _memory_to_plan(device)
+    memory = _memory_to_plan(device, group)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
     try:
@@ -371,9 +371,11 @@ def choose_tiles(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("tile_table is for a GPU; leave it out")
 
 
-def _memory_to_plan(device: torch.device) -> DeviceMemory | None:
+def _memory_to_plan(device: torch.device, group: GpuGroup | None) -> DeviceMemory | None:
     """Return the memory that is measured, and divided; None: the host's, of which the report says enough."""
-    return CudaMemory(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return CudaMemory(device) if group is None else CudaMemory(device, group.wait_for)
 
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
