@@ -88,11 +88,8 @@ class _Code:
     def __init__(self, driver: Driver, device: int, function: int, metadata: Any, formats: str, order: Sequence[int]) -> None:
         self._driver, self._device, self._function, self._lock = driver, device, ctypes.c_void_p(function), Lock()
         _check_layout(driver, self._function, formats + _SCRATCH)
-        self._pack, self._size = (
-            struct.Struct("@" + formats).pack_into,
-            ctypes.c_size_t(struct.calcsize("@" + formats + _SCRATCH)),
-        )
-        self._buffer, self._attribute = ctypes.create_string_buffer(self._size.value), _Attribute(id=_PDL, value=1)
+        self._size, self._attribute = ctypes.c_size_t(struct.calcsize("@" + formats + _SCRATCH)), _Attribute(id=_PDL, value=1)
+        self._pack, self._buffer = struct.Struct("@" + formats).pack_into, ctypes.create_string_buffer(self._size.value)
         where, size = ctypes.addressof(self._buffer), ctypes.addressof(self._size)
         self._extra = (ctypes.c_void_p * 5)(_PARAM_BUFFER, where, _PARAM_SIZE, size, 0)
         self._config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.pointer(self._attribute))
