@@ -93,18 +93,10 @@ class Shapes:
         self, name: str, num_sequences: int, length: int, count: int, kv_dtype: torch.dtype = BF16, window: int | None = None
     ) -> Case:
         spec = replace(self.spec, window=window)
-        num_blocks = -(-length // _PAGE)
-        shape = (num_sequences * num_blocks, spec.num_kv_heads, _PAGE, spec.head_dim)
 
         def make() -> list[Launch]:
-            tables = torch.randperm(shape[0]).view(num_sequences, num_blocks)
-            starts = [count * index for index in range(num_sequences + 1)]
-            step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
-            q = self.random(starts[-1], spec.num_heads, spec.head_dim)
-            stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
-            scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
-            cache = KvCache(*stored, *scales)
-            return attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(step, self.device), spec)
+            q, cache, step = self.attention_inputs(num_sequences, length, count, kv_dtype)
+            return attend_launches(torch.empty_like(q), q, cache, step, spec)
 
         kept_bytes = 2 * (spec.head_dim * kv_dtype.itemsize + (0 if kv_dtype == BF16 else 4))
         seen_keys = length if window is None else min(length, window + count - 1)
@@ -112,6 +104,20 @@ class Shapes:
         ends = range(length - count + 1, length + 1)
         seen = sum(ends) if window is None else sum(min(end, window) for end in ends)
         return Case(name, make, num_bytes, 4 * num_sequences * seen * spec.num_heads * spec.head_dim)
+
+    def attention_inputs(
+        self, num_sequences: int, length: int, count: int, kv_dtype: torch.dtype = BF16, page: int = _PAGE
+    ) -> tuple[Tensor, KvCache, DeviceAttentionMetadata]:
+        """Return q, keys and values, and the step, of the last `count` tokens of each of some sequences."""
+        num_blocks, spec = -(-length // page), self.spec
+        shape = (num_sequences * num_blocks, spec.num_kv_heads, page, spec.head_dim)
+        tables = torch.randperm(shape[0]).view(num_sequences, num_blocks)
+        starts = [count * index for index in range(num_sequences + 1)]
+        step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
+        stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
+        scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
+        q = self.random(starts[-1], spec.num_heads, spec.head_dim)
+        return q, KvCache(*stored, *scales), DeviceAttentionMetadata.of(step, self.device)
 
     def norm(self, num_tokens: int) -> Case:
         """The residual stream and its norm."""

@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import subprocess
+import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 Row = dict[str, object]
+_LEFT_OUT = "left out: no time was left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ def run_section(section: Section, command: Sequence[str], rows_file: Path, left_
     """
     limit_s = min(section.limit_s, left_s)
     if limit_s <= 1:
-        return [{"section": section.name, "error": "left out: no time was left"}]
+        return [{"section": section.name, "error": _LEFT_OUT}]
     rows_file.unlink(missing_ok=True)
     output_file = rows_file.with_suffix(".txt")
     started = time.monotonic()
@@ -79,11 +81,35 @@ def run_all_sections(
 ) -> None:
     """Run sections one after the other within a time, and hand over the rows of each when it ends.
 
-    command_of  of a section and of the rows so far
+    command_of  of a section with the time that it has, and of the rows so far
     """
     deadline = time.monotonic() + budget_s
     found: list[Row] = []
     for section in sections:
-        rows = run_section(section, command_of(section, found), folder / f"{section.name}.jsonl", deadline - time.monotonic())
+        left_s = deadline - time.monotonic()
+        command = command_of(replace(section, limit_s=min(section.limit_s, left_s)), found)
+        rows = run_section(section, command, folder / f"{section.name}.jsonl", left_s)
         found += rows
         take(section, rows)
+
+
+def is_measured(rows: Sequence[Row]) -> bool:
+    """Return whether a section of a record has run, whatever became of it."""
+    return any(row.get("error") != _LEFT_OUT for row in rows)
+
+
+def record_text(record: Mapping[str, object]) -> str:
+    """Return a record, of which each section is a list of rows, as JSON with a row a line."""
+    parts: list[str] = []
+    for name, value in record.items():
+        rows = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in value) if isinstance(value, list) else None
+        parts.append(f" {json.dumps(name)}: " + (json.dumps(value) if rows is None else f"[\n{rows}\n ]"))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write a folder as a compressed archive: of files few come back from a machine that is lent."""
+    part = archive.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    part.replace(archive)
