@@ -9,9 +9,10 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from gpu_model import Place, Row, Shape, engine_options, release_memory, write_checkpoint, write_random_model
+from gpu_model import Place, Row, Shape, engine_options, release_memory, stored_shapes, write_checkpoint, write_random_model
 
 from quire.bench.speculate import Trial, measure_speculation
 from quire.contracts.config import EngineConfig
@@ -47,16 +48,14 @@ def draft_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
 
 
 def _write_head(place: Place, shape: Shape) -> str:
-    vocab_size = min(_DRAFT_VOCAB, shape.vocab_size)
-    q, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
+    vocab_size, hidden = min(_DRAFT_VOCAB, shape.vocab_size), shape.hidden
+    shapes = {"fc.weight": (hidden, min(3, shape.num_layers) * hidden), "norm.weight": (hidden,)}
+    shapes |= {"lm_head.weight": (vocab_size, hidden), "midlayer.hidden_norm.weight": (hidden,)}
+    for name, size in stored_shapes(replace(shape, num_layers=1)):
+        _, is_layer, rest = name.partition("layers.0.")
+        if is_layer and not rest.endswith(("q_norm.weight", "k_norm.weight")):
+            is_doubled = rest.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            shapes[f"midlayer.{rest}"] = (size[0], 2 * hidden) if is_doubled else size
     config = shape.config() | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    shapes = {f"midlayer.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    for name, size in (("q", (q, 2 * hidden)), ("k", (kv, 2 * hidden)), ("v", (kv, 2 * hidden)), ("o", (hidden, q))):
-        shapes[f"midlayer.self_attn.{name}_proj.weight"] = size
-    for name, size in (("gate", (shape.inner, hidden)), ("up", (shape.inner, hidden)), ("down", (hidden, shape.inner))):
-        shapes[f"midlayer.mlp.{name}_proj.weight"] = size
-    shapes |= {"fc.weight": (hidden, min(3, shape.num_layers) * hidden), "norm.weight": (hidden,)}
-    shapes["lm_head.weight"] = (vocab_size, hidden)
-    config |= {"draft_vocab_size": vocab_size}
     offsets = torch.zeros(vocab_size, dtype=torch.int64)  # its tokens are the model's first ones
-    return str(write_checkpoint(place.folder / "eagle3", config, shapes, 1, d2t=offsets))
+    return str(write_checkpoint(place.folder / "eagle3", config | {"draft_vocab_size": vocab_size}, shapes, 1, d2t=offsets))

@@ -117,7 +117,7 @@ class Place:
 
 def write_random_model(shape: Shape, folder: Path, seed: int = 0) -> Path:
     """Write a checkpoint of that shape, if it is not there: normal weights of 0.02, norms of 1."""
-    return write_checkpoint(folder, shape.config(), dict(_stored_shapes(shape)), seed)
+    return write_checkpoint(folder, shape.config(), dict(stored_shapes(shape)), seed)
 
 
 def write_checkpoint(
@@ -140,7 +140,8 @@ def write_checkpoint(
     return folder
 
 
-def _stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of its checkpoint."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden)
     yield "model.norm.weight", (shape.hidden,)

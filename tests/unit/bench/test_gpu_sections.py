@@ -99,28 +99,19 @@ def test_outputs_are_packed_again_after_each_section(sections, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.logs.tar.gz", "logs"]
 
 
-def test_goals_are_compared_with_the_rows_of_a_record(load):
-    step = {
-        "section": "decode",
-        "batch": 8,
-        "context": 960,
-        "is_recorded": True,
-        "is_fused": True,
-        "share": 0.7,
-        "step_us": 6.0,
-    }
+def test_goals_are_compared_with_the_best_rows_of_a_record(load):
+    step = {"section": "decode", "batch": 8, "context": 960, "share": 0.7, "step_us": 6.0}
     record = {
         "commit": "a",
-        "decode-large": [{"seconds": 2.0}, step, {**step, "is_fused": False, "share": 0.9, "step_us": 5.0}],
-        "decode-large-int4": [{**step, "step_us": 4.0, "share": 0.8}],
-        "start": [{"is_cold": True, "ready_s": 11.0}],
+        "decode-large": [{"section": "a", "seconds": 2.0}, step, {**step, "share": 0.8, "step_us": 5.0}],
+        "decode-large-int4": [{**step, "step_us": 4.0, "share": 0.8}, {**step, "context": 4000, "share": 0.9}],
+        "start": [{"section": "start", "is_cold": is_cold, "ready_s": 2.0 + 9 * is_cold} for is_cold in (True, False)],
     }
-    lines = [line.split() for line in load("gpu_goals").goals_table(record).splitlines()]
-    found = {" ".join(line[:-3]): line[-3:] for line in lines if line[-1] == "missed"}
-    assert found == {
-        "8B bf16, 8 sequences, share": ["0.85", "0.7", "missed"],
-        "ready, cache of kernels empty, s": ["10", "11", "missed"],
-    }
-    assert ["8B", "int4,", "8", "sequences,", "share", "0.8", "0.8"] in lines
-    assert ["8B", "int4,", "8", "x", "960,", "x", "bf16", "1", "1.25"] in lines
-    assert sum(line[-2:] == ["not", "measured"] for line in lines) > 15
+    lines = [" ".join(line.split()) for line in load("gpu_goals").goals_table(record).splitlines()]
+    assert [line for line in lines if line.endswith("missed")] == [
+        "decode-large, decode 8 share 0.85 0.8 missed",
+        "start, start ready_s 10 11 missed",
+    ]
+    assert "decode-large-int4, decode 8 share 0.8 0.8" in lines
+    assert "int4, 8 x 960, times as fast as bf16 1 1.25" in lines
+    assert "drafts, drafts 4 at_share 1.7 not measured" in lines

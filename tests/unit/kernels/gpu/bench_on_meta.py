@@ -1,4 +1,4 @@
-"""Runs sections of bench/gpu.py at their real sizes where nothing has memory, without the interpreter; prints a line of JSON."""
+"""Runs sections of bench/gpu.py at their real sizes where nothing has memory, not interpreted; prints a line of JSON."""
 
 import json
 import sys

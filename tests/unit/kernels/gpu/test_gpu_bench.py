@@ -139,8 +139,6 @@ def test_sections_of_whole_models_run_at_their_real_sizes_without_memory():
     assert found["counts"]["profile"] > 4
     # The kernel for Hopper, with up to as many empty tiles as others.
     chosen = {"512 of 1", "2048 of 1", "512 of 7", "2048 of 7", "2048 of 31"}
-    assert {name for name, kernels in found["kernels"].items() if kernels == ["attend_prompts"]} == chosen
-    assert {name for name, kernels in found["kernels"].items() if kernels == ["attend_runs"]} == found[
-        "kernels"
-    ].keys() - chosen
     assert len(found["kernels"]) == 2 * 2 * 4
+    for name, kernels in found["kernels"].items():
+        assert kernels == ["attend_prompts" if name in chosen else "attend_runs"]
