@@ -8,7 +8,6 @@ after each. --smoke runs tiny shapes once wherever the kernels run, the interpre
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ if "--smoke" in sys.argv:
 
 from gpu_goals import goals_table
 from gpu_profile_table import profile_table
-from gpu_sections import Row, Section, is_measured, pack, record_text, run_all_sections, write_rows
+from gpu_sections import Row, Section, is_measured, pack, read_record, record_text, run_all_sections, write_rows
 from gpu_tests import files_for_a_gpu, pytest_command, run_test_files
 
 SECTIONS = [
@@ -46,7 +45,7 @@ SECTIONS = [
     Section("adapters", 45),
     Section("few", 25),
     Section("engine-in-turn", 40),
-    Section("products", 60),
+    Section("products", 70),
     Section("kernels", 45),
     Section("libraries", 40),
     Section("sampling", 40),
@@ -189,7 +188,7 @@ def begin_record(after: Path | None, commit: str, arguments: list[str]) -> dict[
     command = " ".join(["python bench/gpu.py", *arguments])
     if after is None:
         return {"commit": commit, "command": command}
-    record = json.loads(after.read_text())
+    record = read_record(after.read_text())
     if commit != record["commit"]:
         sys.exit(f"--after {after}: its commit is {record['commit']}, and this is {commit}: a record is of one commit")
     return record | {"command": f"{record['command']}; {command}"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from gpu_sections import read_record
 
 
 class Goal(NamedTuple):
@@ -68,4 +69,4 @@ def _steps(record: Mapping[str, Any], section: str) -> Iterator[tuple[str, float
 
 
 if __name__ == "__main__":
-    print(goals_table(json.loads(Path(sys.argv[1]).read_text())))
+    print(goals_table(read_record(Path(sys.argv[1]).read_text())))

@@ -5,6 +5,7 @@ A section writes its rows as lines of JSON, each as soon as it is there; what it
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 Row = dict[str, object]
 _LEFT_OUT = "left out: no time was left"
@@ -99,12 +101,32 @@ def is_measured(rows: Sequence[Row]) -> bool:
 
 
 def record_text(record: Mapping[str, object]) -> str:
-    """Return a record, of which each section is a list of rows, as JSON with a row a line."""
+    """Return a record, of which each section is a list of rows, as JSON: rows with the same keys as a table, a row a line;
+    five digits of numbers."""
     parts: list[str] = []
     for name, value in record.items():
-        rows = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in value) if isinstance(value, list) else None
-        parts.append(f" {json.dumps(name)}: " + (json.dumps(value) if rows is None else f"[\n{rows}\n ]"))
+        if isinstance(value, list):
+            tables = (_table_text(keys, list(rows)) for keys, rows in itertools.groupby(value, tuple))
+            parts.append(f"{json.dumps(name)}: [{', '.join(tables)}]")
+        else:
+            parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _table_text(keys: tuple[str, ...], rows: list[Row]) -> str:
+    values = ([float(f"{value:.5g}") if isinstance(value, float) else value for value in row.values()] for row in rows)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in values)
+    return f'{{"keys": {json.dumps(keys)}, "rows": [\n{lines}]}}'
+
+
+def read_record(text: str) -> dict[str, Any]:
+    """Return the record that record_text wrote."""
+    return {
+        name: [dict(zip(table["keys"], row, strict=True)) for table in value for row in table["rows"]]
+        if isinstance(value, list)
+        else value
+        for name, value in json.loads(text).items()
+    }
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -1,7 +1,6 @@
 """Sections of the GPU's benchmark: what one of them does, the others and its own rows outlive."""
 
 import importlib
-import json
 import sys
 import tarfile
 from pathlib import Path
@@ -79,12 +78,12 @@ def test_a_row_that_was_cut_is_said_to_be(sections, tmp_path):
     assert "half" in rows[1]["error"]
 
 
-def test_a_record_has_a_row_a_line_and_says_what_has_run(sections):
+def test_a_record_has_tables_of_rows_and_says_what_has_run(sections):
     late = sections.run_section(sections.Section("late", 60), [], Path("none"), 0)
-    record = {"commit": "a", "first": [{"x": 1}, {"x": 2.5}], "late": late}
+    record = {"commit": "a", "none": [], "first": [{"x": 1, "y": "a"}, {"x": 2.5, "y": None}, {"x": 3}], "late": late}
     text = sections.record_text(record)
-    assert json.loads(text) == record
-    assert '  {"x":2.5}' in text.splitlines()
+    assert sections.read_record(text) == record
+    assert '[2.5,null]]}, {"keys": ["x"], "rows": [' in text.splitlines()
     assert [sections.is_measured(record.get(name, [])) for name in ("first", "late", "never")] == [True, False, False]
 
 

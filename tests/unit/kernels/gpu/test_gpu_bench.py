@@ -100,9 +100,11 @@ def test_the_profiler_tells_what_a_run_launches(bench, tmp_path):
 
 
 def test_a_record_goes_on_with_that_of_an_earlier_call_at_the_same_commit(bench, tmp_path):
+    from gpu_sections import record_text
+
     first = bench.gpu.begin_record(None, "abc", ["--budget", "500"])
     assert first == {"commit": "abc", "command": "python bench/gpu.py --budget 500"}
-    (tmp_path / "a.json").write_text(json.dumps({**first, "few": [{"us": 1.0}]}))
+    (tmp_path / "a.json").write_text(record_text({**first, "few": [{"us": 1.0}]}))
     second = bench.gpu.begin_record(tmp_path / "a.json", "abc", ["--after", "a.json"])
     assert second["few"] == [{"us": 1.0}]
     assert second["command"] == "python bench/gpu.py --budget 500; python bench/gpu.py --after a.json"
