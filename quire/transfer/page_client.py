@@ -169,7 +169,7 @@ class PageClient:
                     peer.load.scale(factor)
 
     def begin(self, pull: Pull) -> bool:
-        """Start a transfer from the peer from which it is expected first; False if there is no peer to ask, or no thread for it."""
+        """Start a transfer from the peer from which it is expected first; False: there is no peer to ask, or no thread."""
         with self._lock:
             if len(self._pulls) >= MAX_TRANSFERS:
                 return False
