@@ -105,7 +105,12 @@ class Precompilation:
             self._server = _Server(order.arch)
             self._finding = Thread(target=self._find, name="find kernels")
             BOUND.before_first.append(self.wait_for)
-            self._finding.start()
+            try:
+                self._finding.start()
+            except RuntimeError as error:  # the system has no thread for it
+                self._finding = None
+                self._errors.append(str(error))
+                self._finish()
 
     @property
     def is_needed(self) -> bool:
