@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.cli.main import main
@@ -18,6 +18,8 @@ from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
 from tests.thread_workers import ThreadWorkers
 from tests.unit.model.test_indexed_attention import spec_of as indexed_spec
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -25,12 +27,8 @@ _RNG = random.Random(5)
 _PHRASE = [_RNG.randrange(5, 4000) for _ in range(9)]
 PROMPTS = [{"prompt_token_ids": [_RNG.randrange(5, 4000) for _ in range(length)]} for length in (250, 20, 508)]
 PROMPTS.append({"prompt_token_ids": 30 * _PHRASE})
-GREEDY = {"temperature": 0.0}
-KINDS = {
-    "greedy": GREEDY,
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-}
+KINDS = {name: rank_outputs.KINDS[name] for name in ("greedy", "log-probabilities", "choices")}
+GREEDY = KINDS["greedy"]
 DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
 LAYOUTS = {
     "tokens-2": {"tensor_parallel_size": 2, DCP: 2},
@@ -68,19 +66,7 @@ def _engine(**options):
 
 
 def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 10, "seed": 5, "ignore_eos": True, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
-
-
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
+    return outputs_of(llm, prompts, **{"max_tokens": 10, "ignore_eos": True, **params})
 
 
 QUICK = ("tokens-2", "rows-2", "rows-2-of-2", "homes-2")
@@ -95,7 +81,7 @@ def test_greedy_tokens_are_those_of_one_rank(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", _cases(LAYOUTS))
+@pytest.mark.parametrize("layout", cases_of(LAYOUTS))
 def test_outputs_are_those_of_one_rank(layout):
     one, ranks = _engine(), _engine(**layout)
     for name, params in KINDS.items():
@@ -142,7 +128,7 @@ DRAFTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _cases(DRAFTS))
+@pytest.mark.parametrize("case", cases_of(DRAFTS))
 def test_outputs_with_drafts_are_those_of_one_rank_without(case):
     layout, drafts = case
     one, ranks = _engine(), _engine(speculative_config={**drafts, "adaptive": False}, **LAYOUTS[layout])
@@ -155,7 +141,7 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(case):
 
 @pytest.mark.slow
 @pytest.mark.covering
-@pytest.mark.parametrize("options", _cases(OPTIONS))
+@pytest.mark.parametrize("options", cases_of(OPTIONS))
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in (TOKENS, ROWS, GROUPS, HOMES)], ids=[TOKENS, ROWS, GROUPS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):
     one, ranks = _engine(**options), _engine(**options, **layout)
@@ -179,7 +165,7 @@ def test_outputs_of_preempted_sequences_are_those_of_one_rank(layout, num_kv_blo
 
 @pytest.mark.parametrize(
     "options",
-    _cases({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
+    cases_of({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
 )
 def test_homes_share_the_experts(options):
     one, ranks = _engine(model="demo-moe"), _engine(**EXPERTS, **options)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from quire.base.ids import RequestId
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import ModelSpec
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.kernels.triton.launching import Launch
@@ -34,25 +34,9 @@ from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.staging import Readback
 from quire.worker.device.variants import NotRecording, ServedModel, meta_decoder
-from tests.unit.kernels.gpu.test_triton_decoder import MODELS
+from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS
 
 META = torch.device("meta")
-RMS = NormSpec("rms", 1e-6)
-LAYERNORM = NormSpec("layer", 1e-5, has_bias=True)
-
-
-def attention(**options):
-    return AttentionSpec(4, 2, 16, 0.25, **({"rope": RopeSpec(16, 1e4)} | options))
-
-
-LAYERS = {
-    "qwen3": LayerSpec(attention(qk_norm=RMS, has_qkv_bias=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS),
-    "olmo": LayerSpec(attention(qk_norm=RMS, qk_norm_over="all", window=6), MlpSpec(40, "silu"), attn_out=RMS, mlp_out=RMS),
-    "gpt": LayerSpec(
-        attention(rope=None), MlpSpec(40, "gelu", is_gated=False, has_bias=True), attn_in=LAYERNORM, mlp_in=LAYERNORM
-    ),
-    "experts": LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS),
-}
 COPIES = ("aten::copy_", "aten::_to_copy")  # the way to the device, and back
 INDEXED = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")  # indices may be on the host
 
@@ -119,14 +103,13 @@ def launches(monkeypatch):
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["qwen3", "olmo", "gpt", "experts"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("recorder", [None, StrictRecorder()], ids=["one-by-one", "recorded"])
 def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches):
-    spec = ModelSpec(
-        "test", "bfloat16", 61, 64, (LAYERS[name],) * 2, RMS, 64, embed_scale=3.0, is_embed_scale_cast=True, final_softcap=9.0,
-        num_learned_positions=64 if name == "gpt" else 0,
-    )  # fmt: skip
+    scaled = {"embed_scale": 3.0, "is_embed_scale_cast": True, "final_softcap": 9.0}
+    positions = 64 if name == "gpt" else 0
+    spec = ModelSpec("test", "bfloat16", 61, 48, tuple(MODELS[name]), RMS, 64, num_learned_positions=positions, **scaled)
     parameters = {key: torch.ones(shape, dtype=torch.bfloat16) for key, shape in parameter_shapes(spec).items()}
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
