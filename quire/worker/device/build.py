@@ -235,12 +235,14 @@ def build_rank(
     memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
+    compilation = None
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
         compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         decoder = _load_decoder(config, report, device, parameters, group)
         stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
+        stepper.compilation = compilation
         if group is not None:
             if compilation is not None:
                 compilation.wait()
@@ -253,7 +255,9 @@ def build_rank(
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
-    except RuntimeError as error:
+    except BaseException as error:
+        if compilation is not None:
+            compilation.stop()
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error

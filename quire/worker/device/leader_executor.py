@@ -276,7 +276,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
 
     def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
         """See GpuStepExecutor. There are no recurrent states: models that have them run on one GPU."""
-        super().close()
+        self._drop_graphs()
         self._use(pool)
 
     def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from quire.transfer import page_client
 from quire.transfer.address import Address
+from quire.transfer.connection import Pull
 from quire.transfer.handshake import RefusedError
-from quire.transfer.page_client import PageClient, Pull
+from quire.transfer.page_client import PageClient
 from quire.transfer.page_server import PageServer
 from quire.transfer.peer_load import CACHED_PAGE_WORK, MAX_KNOWN_PAGES, PeerLoad
 from tests.unit.transfer.test_page_transfer import IDENTITY, PAGE_BYTES, Source, finish, wait_until
