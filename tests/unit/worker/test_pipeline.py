@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+import rank_outputs
+from rank_outputs import KINDS, outputs_of
 
-from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
@@ -15,18 +17,12 @@ from quire.parallel.barrier import AbortReason
 from quire.worker import pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.pipeline_plan import check_pipeline, stage_memories
-from tests.thread_workers import ThreadWorkers
+from tests.thread_workers import as_threads
 from tests.unit.engine.one_compiler import one_compiler
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
-PROMPTS = [
-    "It was a cold morning when",
-    "The detective looked at the door, the door, the door",
-    "A",
-    "Once upon a time there was",
-    "The cat and the dog and the cat",
-]
+PROMPTS = [*rank_outputs.PROMPTS, "The cat and the dog and the cat"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,15 +34,7 @@ def compiled():
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
     """Let stages be threads; returns the groups that were made."""
-    made = []
-
-    def spawn(*args):
-        made.append(ThreadWorkers(*args))
-        return made[-1]
-
-    monkeypatch.setattr(pipeline_build, "spawn_workers", spawn)
-    monkeypatch.setattr(pipeline_build, "start_ray_workers", spawn)
-    return made
+    return as_threads(monkeypatch, (pipeline_build, "spawn_workers"), (pipeline_build, "start_ray_workers"))
 
 
 def _engine(size=1, ranks=1, **options):
@@ -56,26 +44,7 @@ def _engine(size=1, ranks=1, **options):
 
 def _outputs(llm, prompts=PROMPTS, **params):
     """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
-
-
-KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
-    "json": {
-        "temperature": 0.8,
-        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
-    },
-}
+    return outputs_of(llm, prompts, **{"max_tokens": 24, "seed": 5, **params})
 
 
 @functools.cache

@@ -8,25 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rank_outputs import KINDS, PROMPTS, outputs_of
 
-from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, PoolingParams
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch, parallel_messages
 from quire.worker.parallel_build import threads_release
-from tests.thread_workers import ThreadWorkers
+from tests.thread_workers import as_threads
 from tests.unit.engine.one_compiler import one_compiler
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
-
-PROMPTS = [
-    "It was a cold morning when",
-    "The detective looked at the door, the door, the door",
-    "A",
-    "Once upon a time there was",
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,14 +32,7 @@ def compiled():
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
     """Let workers be threads; returns the groups that were made."""
-    made = []
-
-    def spawn(*args):
-        made.append(ThreadWorkers(*args))
-        return made[-1]
-
-    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
-    return made
+    return as_threads(monkeypatch, (parallel_launch, "spawn_workers"))
 
 
 def _engine(size=1, **options):
@@ -55,26 +42,7 @@ def _engine(size=1, **options):
 
 def _outputs(llm, prompts=PROMPTS, **params):
     """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
-
-
-KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
-    "json": {
-        "temperature": 0.8,
-        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
-    },
-}
+    return outputs_of(llm, prompts, **{"max_tokens": 24, "seed": 5, **params})
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
