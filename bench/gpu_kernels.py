@@ -25,7 +25,6 @@ from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.qk_rope_store import Projections, place_heads_launch, rope_table
 from quire.kernels.triton.sampling import Choices, row_options, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 _CACHE_BYTES = 120 << 20
 _MAX_COPIES = 16
@@ -64,18 +63,6 @@ class Shapes:
     def prefill(self, num_tokens: int, length: int) -> Case:
         """The last tokens of one sequence."""
         return self._attention(f"attend prefill {num_tokens} of {length}", 1, length, num_tokens)
-
-    def specialized(self, num_tokens: int, length: int, keys: int, num_stages: int, takes_turns: bool) -> Case:
-        """The same by the kernel for Hopper, which the table of tiles may choose."""
-        case = self.prefill(num_tokens, length)
-        tile = {"is_specialized": True, "keys": keys, "num_stages": num_stages, "takes_turns": takes_turns}
-        table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, tile),)})
-
-        def make() -> list[Launch]:
-            with using(table.over(active_table())):
-                return case.make()
-
-        return replace(case, name=f"{case.name}, {keys} keys x {num_stages}{', in turns' if takes_turns else ''}", make=make)
 
     def with_float8_cache(self, num_sequences: int, length: int) -> Case:
         """One token for each of some sequences, keys and values in float8 with a scale per token and head."""
@@ -201,8 +188,6 @@ class Shapes:
             ]  # fmt: skip
         cases = [self.decode(num, length) for num, length in ((1, 1024), (1, 32768), (64, 1024), (64, 4096), (256, 600))]
         cases += [self.prefill(num, length) for num, length in ((2048, 2048), (8192, 8192), (2048, 32768))]
-        tiles = ((128, 2, True), (128, 3, True), (64, 4, True))
-        cases += [self.specialized(num, 8192, *tile) for num in (8192, 2048) for tile in tiles]
         cases += [self.with_float8_cache(num, length) for num, length in ((1, 32768), (64, 1024), (64, 4096))]
         cases += [self.with_window(64, 4096, 1, 1024), self.with_window(1, 8192, 8192, 1024)]
         cases += [self.sampler(num, has_cuts) for num in (1, 64, 256) for has_cuts in (False, True)]

@@ -195,7 +195,7 @@ def engine_rows(place: Place, until_s: float, is_ahead: bool = True) -> Iterator
         if time.perf_counter() > until_s:
             return
         seconds = min(
-            generate(llm, _prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
+            generate(llm, random_prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
         )
         share = shape.prompt_flops(length) / seconds / place.flops_per_s
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
@@ -211,7 +211,7 @@ def engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> 
     for batch in (2,) if place.is_tiny else (1, 8, 64):
         if time.perf_counter() > until_s:
             return
-        prompts = _prompts(batch, (context, context), shape, batch)
+        prompts = random_prompts(batch, (context, context), shape, batch)
         generate(llm, prompts, [num_tokens] * batch, 0.0)
         pairs = [[generate(llm, prompts, [n] * batch, 0.0) for n in (1, num_tokens)] for _ in range(1 if place.is_tiny else 2)]
         seconds = min(last - first for first, last in pairs)
@@ -237,7 +237,7 @@ def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceReco
     recorders  of engines, this one's last; empty where nothing is recorded
     """
     count, sizes = (2, (5, 9)) if place.is_tiny else (256, (100, 1024))
-    prompts = _prompts(count, sizes, shape, 0)
+    prompts = random_prompts(count, sizes, shape, 0)
     lengths = [random.Random(1).randint(2, 3) for _ in prompts] if place.is_tiny else _lengths(count, sizes, 1)
     total = sum(lengths)
     for is_first in (True, False):  # the first time, steps of every size are compiled and recorded
@@ -260,14 +260,16 @@ def _lengths(count: int, sizes: tuple[int, int], seed: int) -> list[int]:
     return [generator.randint(*sizes) for _ in range(count)]
 
 
-def _prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> list[list[int]]:
+def random_prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> list[list[int]]:
+    """Return so many prompts of random tokens; sizes: the fewest and the most of one."""
     generator = random.Random(seed)
     return [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for length in _lengths(count, sizes, seed)]
 
 
-def generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6) -> float:
+def generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6, **sampling: Any) -> float:
     """Return the seconds that prompts take to get so many tokens each."""
-    params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    common = {"temperature": temperature, "seed": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    params = [SamplingParams(max_tokens=n, **common) for n in lengths]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started

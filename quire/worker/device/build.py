@@ -214,7 +214,10 @@ def _start_ranks(
 
 def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
     """Return a recorder whose recordings count their collectives."""
-    return recorder if recorder is None or group is None or group.tensor is None else CountedRecorder(recorder, group.tensor)
+    found: GraphRecorder | None = recorder
+    for each in () if group is None else group.communicators:
+        found = None if found is None else CountedRecorder(found, each)
+    return found
 
 
 def build_rank(
@@ -347,9 +350,8 @@ def _allocate_pools(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and
-    what ranks exchange of keys on several of them has other sizes in each step."""
-    return config.enforce_eager or config.cpu_offload_gb > 0 or config.decode_context_parallel_size > 1
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
+    return config.enforce_eager or config.cpu_offload_gb > 0
 
 
 def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:

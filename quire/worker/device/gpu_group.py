@@ -297,7 +297,8 @@ class GpuGroup:
         return all_agree(self.host, says_yes)
 
     @property
-    def _communicators(self) -> list[CountingCommunicator]:
+    def communicators(self) -> list[CountingCommunicator]:
+        """What this rank exchanges tensors of its device by."""
         return [each for each in (self.tensor, self.stages, *self.others) if each is not None]
 
     def gather_counts(self, own: Sequence[RoutingCounts | None]) -> list[RoutingCounts | None]:
@@ -316,7 +317,7 @@ class GpuGroup:
     def collectives(self) -> dict[str, CollectiveStats]:
         """Return what this rank has exchanged on its device."""
         found: dict[str, CollectiveStats] = {}
-        for each in self._communicators:
+        for each in self.communicators:
             for name, count in each.stats().items():
                 found[name] = count if name not in found else found[name].plus(count)
         return found
@@ -328,7 +329,7 @@ class GpuGroup:
 
     def close(self) -> None:
         """End the threads of the communicators."""
-        for each in self._communicators:
+        for each in self.communicators:
             each.close()
         if isinstance(self.host, TorchCommunicator):
             self.host.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from quire.engine.inspect import inspect_model
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
-from tests.thread_workers import ThreadWorkers
+from tests.thread_workers import as_threads
 from tests.unit.model.test_indexed_attention import spec_of as indexed_spec
 from tests.unit.worker import rank_outputs
 from tests.unit.worker.rank_outputs import cases_of, outputs_of
@@ -49,14 +50,7 @@ EXPERTS = {"model": "demo-moe", "enable_expert_parallel": True, "num_redundant_e
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
     """Let workers be threads; returns the groups that were made."""
-    made = []
-
-    def spawn(*args):
-        made.append(ThreadWorkers(*args))
-        return made[-1]
-
-    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
-    return made
+    return as_threads(monkeypatch, (parallel_launch, "spawn_workers"))
 
 
 def _engine(**options):
@@ -67,6 +61,15 @@ def _engine(**options):
 
 def _outputs(llm, prompts=PROMPTS, **params):
     return outputs_of(llm, prompts, **{"max_tokens": 10, "ignore_eos": True, **params})
+
+
+@functools.cache
+def _plain_outputs(*kinds, **options):
+    """Return the outputs of one rank by kind."""
+    one = _engine(**options)
+    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    one.close()
+    return found
 
 
 QUICK = ("tokens-2", "rows-2", "rows-2-of-2", "homes-2")
@@ -83,12 +86,11 @@ def test_greedy_tokens_are_those_of_one_rank(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", cases_of(LAYOUTS))
 def test_outputs_are_those_of_one_rank(layout):
-    one, ranks = _engine(), _engine(**layout)
-    for name, params in KINDS.items():
-        assert _outputs(ranks, **params) == _outputs(one, **params), name
-        assert _outputs(ranks, **params) == _outputs(one, **params), f"{name} over cached prefixes"
+    ranks = _engine(**layout)
+    for name, expected in _plain_outputs(*KINDS).items():
+        assert _outputs(ranks, **KINDS[name]) == expected, name
+        assert _outputs(ranks, **KINDS[name]) == expected, f"{name} over cached prefixes"
     assert ranks.llm_engine.scheduler.prefix_cache_hits > 0
-    one.close()
     ranks.close()
 
 
@@ -131,11 +133,11 @@ DRAFTS = {
 @pytest.mark.parametrize("case", cases_of(DRAFTS))
 def test_outputs_with_drafts_are_those_of_one_rank_without(case):
     layout, drafts = case
-    one, ranks = _engine(), _engine(speculative_config={**drafts, "adaptive": False}, **LAYOUTS[layout])
+    expected = _plain_outputs(*KINDS)
+    ranks = _engine(speculative_config={**drafts, "adaptive": False}, **LAYOUTS[layout])
     for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
+        assert _outputs(ranks, **KINDS[name]) == expected[name]
     assert ranks.llm_engine.stats.num_draft_tokens > 0
-    one.close()
     ranks.close()
 
 
@@ -144,10 +146,9 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(case):
 @pytest.mark.parametrize("options", cases_of(OPTIONS))
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in (TOKENS, ROWS, GROUPS, HOMES)], ids=[TOKENS, ROWS, GROUPS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):
-    one, ranks = _engine(**options), _engine(**options, **layout)
-    for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
-    one.close()
+    expected = _plain_outputs("greedy", "log-probabilities", **options)
+    ranks = _engine(**options, **layout)
+    assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
     ranks.close()
 
 
