@@ -1,6 +1,6 @@
 """How the memory of a device is divided, with one that only says numbers."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,6 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from quire.model.parameters import parameter_shapes
-from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.memory import (
     CudaMemory,
     DeviceUsage,
@@ -336,9 +335,7 @@ def test_a_gpu_is_not_waited_for_when_a_rank_has_ended_for_which_it_waits(monkey
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    nothing = dict.fromkeys(field.name for field in fields(GpuGroup))
-    group = GpuGroup(**nothing | {"tensor": SimpleNamespace(wait_for=fail), "others": ()})
-    memory, runs = CudaMemory(torch.device("cuda", 0), group.wait_for), []
+    memory, runs = CudaMemory(torch.device("cuda", 0), fail), []
     for measure in (memory.taken_by, memory.peak_of):
         with pytest.raises(WorkerError, match="rank 1"):
             measure(lambda: runs.append(1))
