@@ -43,6 +43,7 @@ LAYERS = {
         attention(rope=None), MlpSpec(40, "gelu", is_gated=False, has_bias=True), attn_in=LAYERNORM, mlp_in=LAYERNORM
     ),
     "experts": LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS),
+    "xielu": LayerSpec(attention(), MlpSpec(40, "xielu", is_gated=False), attn_in=RMS, mlp_in=RMS),
 }
 COPIES = ("aten::copy_", "aten::_to_copy")  # the way to the device, and back
 INDEXED = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")  # indices may be on the host
@@ -59,6 +60,12 @@ class OneDevice(TorchDispatchMode):
         places = {leaf.device.type for leaf in tensors if leaf.ndim}
         assert len(places) <= 1 or name.startswith(COPIES), f"{name} of tensors on {places}"
         return func(*args, **(kwargs or {}))
+
+
+def on_the_host(*values, device=None, make=torch.tensor, **options):
+    """Return torch.tensor's, which copies numbers to a GPU: no recording may do that."""
+    assert device is None or torch.device(device).type == "cpu"
+    return make(*values, **options)
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("recorder", [None, NotRecording()], ids=["one-by-one", "recorded"])
-def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches):
+def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches, monkeypatch):
     spec = ModelSpec(
         "test", "bfloat16", 61, 64, (LAYERS[name],) * 2, RMS, 64, embed_scale=3.0, is_embed_scale_cast=True, final_softcap=9.0,
         num_learned_positions=64 if name == "gpt" else 0,
@@ -88,6 +95,7 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
+        monkeypatch.setattr(torch, "tensor", on_the_host)
         stepper = GpuStepExecutor(
             decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64, has_processors=True), StepGraphs(recorder)
         )
