@@ -33,7 +33,9 @@ def draft_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     generator = random.Random(0)
     length, num_tokens, rounds = (5, 8, 1) if place.is_tiny else (928, 64, 5)
     prompts = tuple(tuple(generator.randrange(shape.vocab_size - 1) for _ in range(length)) for _ in range(rounds))
-    config = EngineConfig(model=str(folder), **engine_options(place) | {"max_num_seqs": 1})
+    # Few blocks: engines follow each other in this process.
+    own = {"max_num_seqs": 1, "num_kv_blocks": 16 if place.is_tiny else 256}
+    config = EngineConfig(model=str(folder), **engine_options(place) | own)
     for num_drafts in (2,) if place.is_tiny else (4, 3, 6):
         if time.perf_counter() > until_s:
             return

@@ -41,7 +41,7 @@ def run_section(section: Section, command: Sequence[str], rows_file: Path, left_
     output_file = rows_file.with_suffix(".txt")
     started = time.monotonic()
     with output_file.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0)
         try:
             error = "" if process.wait(limit_s) == 0 else f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
