@@ -39,13 +39,14 @@ def draft_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     for num_drafts in (2,) if place.is_tiny else (4, 3, 6):
         if time.perf_counter() > until_s:
             return
-        method = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+        method = {"method": "eagle3", "model": head, "num_speculative_tokens": num_drafts, "draft_p_min": 0.0}
         trial = Trial((json.dumps(method),), (1,), prompts, num_tokens, 0.0, num_drafts, rounds, False, forced_share=_SHARE)
         (line,) = measure_speculation(config, trial).lines
         release_memory(place.device)
         forced = (1 - _SHARE ** (num_drafts + 1)) / (1 - _SHARE)
+        per_step = (num_tokens - 1) / (num_tokens / line.tokens_per_step - 1)  # without the step of the prompt
         row: Row = {"section": "drafts", "model": shape.name, "drafts": num_drafts, "share": _SHARE, "decoding": line.decoding}
-        row |= {"at_share": line.decoding * forced / line.tokens_per_step, "tokens_per_step": line.tokens_per_step}
+        row |= {"at_share": line.decoding * forced / per_step, "tokens_per_step": per_step}
         yield row | {"same_outputs": line.same_outputs, "acceptance": line.acceptance}
 
 
