@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.triton.float8 import multiply_float8, suits_float8
+from quire.kernels.triton.hopper_linear import multiply_many
 from quire.kernels.triton.linear import multiply, multiply_in_order, widen
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
@@ -60,6 +61,8 @@ class DeviceLinear:
         weight = self.parts[index]
         whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
+            if not self.is_in_order and (found := multiply_many(x, weight, bias)) is not None:
+                return found if out is None else out.copy_(found)
             is_float8 = not self.is_in_order and suits_float8(x, weight)
             if is_float8 or self.is_in_order or x.shape[0] < WIDENED_FROM:
                 found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)

@@ -218,6 +218,18 @@ def merge_some_chunks_launch(
     return _merge_items(call, ChunkPlan(starts, starts), found.partial, found.log_sums, sums)
 
 
+def attend_part_launches(
+    out: Tensor, sums: Tensor, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, spec: AttentionSpec
+) -> list[Launch]:
+    """Return the launches that attend the only query of each sequence to a part of its keys, as `attend` does to all.
+
+    out   [T, H, D] f32, contiguous, zeros where a sequence has no keys; sums [T, H] f32, see merge_some_chunks_launch
+    step  with the tables of the blocks that hold the part, one after the other, and as context lengths its tokens
+    """
+    tiles = Tiles(None, None, len(q), 1)
+    return _split_on_device(_short_call(out, q, cache, step, spec, None, tiles, False), sums)
+
+
 def _short_call(
     out: Tensor,
     q: Tensor,
@@ -309,12 +321,13 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
     return _merge(call, merge_chunks, {"partial_ptr": partial, "log_sums_ptr": log_sums, "num_chunks": partial.shape[2]})
 
 
-def _split_on_device(call: _Call) -> list[Launch]:
-    """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge."""
+def _split_on_device(call: _Call, sums: Tensor | None = None) -> list[Launch]:
+    """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge; sums: see
+    merge_some_chunks_launch."""
     window, tiles, (num_kv_heads, group, dim, *_) = call.spec.window, call.tiles, call.heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)
-    if num_chunks <= 1:
+    if num_chunks <= 1 and sums is None:
         return [_attend_runs(call)]
     # Batch-invariant chunks have a fixed size at any length, so that a query of a prompt has those of its own position.
     most = 0 if call.is_in_order else most_chunks(num_kv_heads)
@@ -328,7 +341,8 @@ def _split_on_device(call: _Call) -> list[Launch]:
     shape = (plan.tiles.shape[0], num_kv_heads, tiles.num_queries * group)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=call.q.device)
     log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    return [*launches, _attend_chunks(call, plan, most, partial, log_sums), _merge_items(call, plan, partial, log_sums)]
+    merge = _merge_items(call, plan, partial, log_sums, sums)
+    return [*launches, _attend_chunks(call, plan, most, partial, log_sums), merge]
 
 
 def _empty(call: _Call, size: int) -> Tensor:

@@ -105,6 +105,8 @@ class GpuStepExecutor(StepLauncher):
         except Exception as error:
             # Of a step that was not started: its sequences have failed.
             self._entries, self._block_copies, self._defers = (), (), False
+            if isinstance(error, WorkerError):
+                raise  # of ranks: the device may wait for one that has ended, and so would who waits for the device
             has_lost = is_lost(device)  # it waits for all that was launched, copies of pages too, whose slots may be taken next
             if is_out_of_memory(error):
                 clear_frames(error.__traceback__)  # which hold the step's tensors

@@ -270,6 +270,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
                 add_pairs(self._pairs_path, {layer: each.tolist() for layer, each in pairs.items()})
         self._pairs_path = None
         self._workers.close()
+        self._drop_graphs()  # NCCL waits for those that have its collectives when its communicators go
         if cause is None:  # else the device may wait for a rank that is gone, and so would who frees its memory
             super().close()
         self._group.close()

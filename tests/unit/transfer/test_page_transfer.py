@@ -22,7 +22,6 @@ from quire.transfer.handshake import Identity, RefusedError, raise_refusal
 from quire.transfer.page_client import PageClient
 from quire.transfer.page_server import PageServer
 from quire.transfer.peer_load import PeerLoad
-from tests.no_threads import no_threads
 from tests.ranks import open_descriptors
 
 PAGE_BYTES = 1000
@@ -141,21 +140,6 @@ def test_both_sides_go_on_after_unexpected_errors(tcp, monkeypatch):
         assert finish(pair.pull()) == "complete"
         assert (pair.server.errors.count, pair.client.errors.count) == (2, 1)
         assert pair.client.num_active == pair.client.peers[0].num_active == 0
-
-
-def test_transfers_go_on_after_there_was_no_thread(tcp):
-    with Pair(tcp) as pair:
-        with no_threads("kv-page"), pytest.raises(AssertionError, match="begin"):
-            pair.pull()
-        peer = pair.client.peers[0]
-        assert (pair.client.num_active, peer.num_active, peer.load.waiting(0.0, None)) == (0, 0, 0.0)
-        with no_threads("kv-page-idle"):
-            assert finish(pair.pull()) == "complete"
-        assert not peer.idle
-        assert wait_until(lambda: pair.server.num_connections == 0)
-        assert pair.client.errors.count == 2
-        assert [finish(pair.pull()) for _ in range(2)] == ["complete"] * 2
-        assert pair.server.num_connections == len(peer.idle) == 1
 
 
 class SharingSource(Source):
