@@ -14,21 +14,15 @@ from quire.contracts.model_spec import NormSpec
 from quire.kernels.triton.float8 import float8_launches, quantize
 from quire.kernels.triton.fused_linear import Epilogue
 from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch
-from quire.kernels.triton.hopper_attention import runs_on
-from quire.kernels.triton.hopper_linear import MOST_OF_FEW, many_tokens_launches
-from quire.kernels.triton.launching import Launch, run_all
+from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import multiply_launches, widen
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
-from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 Row = dict[str, object]
 _BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _FP8_SPEEDUP = 2  # of the matrix units
 _WARM_BYTES = 160e6
-_FOR_HOPPER = TileTable(
-    "any", "9.0", {"linear-many": (TileRule({}, {"is_specialized": True, "tokens": 128, "num_stages": 4}),)}
-)
 
 
 def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float], until_s: float) -> Iterator[Row]:
@@ -49,12 +43,14 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
     for num_tokens in (1, 65) if is_tiny else (1, 8, 64, 256, 2048):
         for name, size in sizes.items():
             for kind in _BYTES:
-                count = 1 if is_tiny else 1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1]))
-                weights = [make_weight(kind, size, shapes) for _ in range(count)]
+                weights = [
+                    _weight(kind, size, shapes) for _ in range(1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1])))
+                ]
+                weights = weights[: 1 if is_tiny else None]
                 x = shapes.random(num_tokens, size[1])
                 flops = 2 * num_tokens * size[0] * size[1] / (_FP8_SPEEDUP if kind == "fp8" and num_tokens > MOST_TOKENS else 1)
                 bound_us = 1e6 * max(_BYTES[kind] * size[0] * size[1] / peaks[0], flops / peaks[1])
-                for label, run in ways(kind, name, x, size):
+                for label, run in _ways(kind, name, x, size):
                     if time.perf_counter() > until_s:
                         return
                     row: Row = {"section": "products", "name": f"{name} {kind} {num_tokens}, {label}"}
@@ -63,12 +59,17 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
                         if not is_tiny:
                             us = time_runs([partial(run, weight) for weight in weights])[0]
                             row |= {"us": us, "share": bound_us / us}
-                    except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # a library does not take these
+                    except (
+                        RuntimeError,
+                        ValueError,
+                        AttributeError,
+                        TypeError,
+                    ) as error:  # of a library that does not take these
                         row["failed"] = str(error)[:200]
                     yield row
 
 
-def make_weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | DeviceQuantizedWeight:
+def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | DeviceQuantizedWeight:
     weight = shapes.random(*size) / size[1] ** 0.5
     if kind == "bf16":
         return weight
@@ -82,7 +83,7 @@ def make_weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | De
     return pack_integers(codes, scale, None, (-limit, limit - 1))
 
 
-def ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
+def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
     """Yield the ways to form a product, by name: functions of a weight, which return the product, or None if it is fused."""
     out = torch.empty(x.shape[0], size[0], dtype=x.dtype, device=x.device)
     if kind == "bf16":
@@ -107,17 +108,10 @@ def ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tup
         yield "dequantised in the kernel", launched(multiply_launches)
     if x.shape[0] >= 64:
         yield "dequantised, cuBLAS", lambda weight: torch.mm(x, widen(weight, x.dtype).t(), out=out)
-    if x.shape[0] > MOST_OF_FEW and kind == "int4" and runs_on(x.device):
-        yield "dequantised in the kernel for Hopper", launched(_for_hopper)
     if x.shape[0] >= 64 and kind == "fp8":
         yield "fp8 inputs", launched(float8_launches)
         if x.device.type == "cuda":
             yield "fp8 inputs, scaled_mm", lambda weight: _scaled_mm(x, weight)
-
-
-def _for_hopper(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight) -> list[Launch]:
-    with using(_FOR_HOPPER.over(active_table())):  # chosen or not
-        return many_tokens_launches(out, x, weight) or []
 
 
 def _scaled_mm(x: Tensor, weight: DeviceQuantizedWeight) -> Tensor:

@@ -13,9 +13,7 @@ from quire.kernels.triton.launching import noted_launches
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "bench"))
 
 import gpu_launches
-import gpu_kernels
 import gpu_model
-import gpu_products
 import gpu_profile
 import gpu_prompts
 
@@ -41,19 +39,6 @@ def prompt_kernels(place):
     return found
 
 
-def product_kernels():
-    """Returns the ways of products with 256 tokens, and the kernels that each launches."""
-    meta, found = torch.device("meta"), {}
-    shapes = gpu_kernels.Shapes(meta, False)
-    for kind in ("bf16", "fp8", "int8", "int4"):
-        x, weight = shapes.random(256, 4096), gpu_products.make_weight(kind, (6144, 4096), shapes)
-        for label, run in gpu_products.ways(kind, "qkv", x, (6144, 4096)):
-            with noted_launches() as launches:
-                run(weight)
-            found[f"{kind}, {label}"] = [launch.kernel.__name__ for launch in launches]
-    return found
-
-
 def main():
     for module in (gpu_model, gpu_profile, gpu_prompts):
         module.stamped_recorder = lambda _: gpu_launches.StampedRecorder(Recorder(), time.perf_counter)
@@ -70,7 +55,7 @@ def main():
         rows = {"decode": decoded, "adapters": adapted, "profile": profiled}
         errors = [row for found in rows.values() for row in found if "error" in row]
         counts = {name: len(found) for name, found in rows.items()}
-        print(json.dumps({"counts": counts, "errors": errors, "kernels": prompt_kernels(place), "products": product_kernels()}))
+        print(json.dumps({"counts": counts, "errors": errors, "kernels": prompt_kernels(place)}))
 
 
 if __name__ == "__main__":
