@@ -110,18 +110,21 @@ def test_a_worker_that_is_killed_while_the_engine_is_idle_is_noticed():
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_leader():
+@pytest.mark.parametrize("ranks", [(3, 1), (1, 2), (2, 2)], ids=["ranks", "stages", "ranks-of-stages"])
+def test_workers_end_with_their_leader_in_steps(ranks):
+    options = {**OPTIONS, "tensor_parallel_size": ranks[0], "pipeline_parallel_size": ranks[1], "kv_host_bytes": 1 << 20}
     code = (
-        "import sys, time\n"
-        "from quire import LLM\n"
-        f"llm = LLM('demo', tensor_parallel_size=3, **{OPTIONS!r})\n"
-        "print(*llm.llm_engine.runner.executor.worker_pids.values(), flush=True)\n"
-        "time.sleep(60)\n"
+        "from quire import LLM, SamplingParams\n"
+        f"llm = LLM('demo', **{options!r})\n"
+        "runner = llm.llm_engine.runner\n"
+        "print(*(runner if hasattr(runner, 'worker_pids') else runner.executor).worker_pids.values(), flush=True)\n"
+        "while True: llm.generate('A', SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)\n"
     )
     before = left_behind()
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in leader.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == (2 if ranks[1] == 1 else ranks[0] * ranks[1])
+    time.sleep(0.2)
     leader.kill()
     leader.wait()
     leader.stdout.close()
