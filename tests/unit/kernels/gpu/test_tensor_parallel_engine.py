@@ -341,13 +341,15 @@ def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen
     one.close()
     ranks = engine(qwen, **STAGES)
     assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
-    (pid,) = executor_of(ranks).worker_pids.values()
+    executor = executor_of(ranks)
+    (pid,) = executor.worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     began_s = time.monotonic()
     with pytest.raises(DeviceLostError, match=rf"pipeline stage 0 \(layers 0 to 0\): rank 1 .*{pid}.*SIGKILL"):
         ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
     assert time.monotonic() - began_s < 10
     ranks.close()
+    assert executor.frames == {}  # and no CUDA graph is left, for which NCCL would wait
 
 
 def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):
