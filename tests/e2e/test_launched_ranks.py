@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
@@ -69,12 +68,6 @@ def _expected():
     assert status == 0, errors
     assert text.startswith(PROMPT)
     return text
-
-
-@pytest.fixture(autouse=True)
-def temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.parametrize(
