@@ -1,4 +1,6 @@
-"""What tests of engines of several ranks share: prompts, kinds of requests, and all that an engine says to them."""
+"""Engines of several ranks, or stages, and of one are asked for the same: what their outputs are."""
+
+import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
 
@@ -21,11 +23,17 @@ KINDS = {
 }
 
 
-def outputs_of(llm, prompts, **params):
+def outputs_of(llm, prompts=PROMPTS, **params):
     """Return tokens and log probabilities of every choice."""
+    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
     found = []
-    for output in llm.generate(prompts, SamplingParams(**params), use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False):
         assert output.error is None
         prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
         found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
     return repr(found)
+
+
+def cases_of(cases, *quick):
+    """Return cases as parameters; those that are not quick run with the slow tests."""
+    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]

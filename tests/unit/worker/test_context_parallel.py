@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from rank_outputs import outputs_of
 
 from quire import LLM
 from quire.base.errors import ConfigError
@@ -20,6 +19,8 @@ from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
 from tests.thread_workers import as_threads
 from tests.unit.model.test_indexed_attention import spec_of as indexed_spec
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -27,12 +28,8 @@ _RNG = random.Random(5)
 _PHRASE = [_RNG.randrange(5, 4000) for _ in range(9)]
 PROMPTS = [{"prompt_token_ids": [_RNG.randrange(5, 4000) for _ in range(length)]} for length in (250, 20, 508)]
 PROMPTS.append({"prompt_token_ids": 30 * _PHRASE})
-GREEDY = {"temperature": 0.0}
-KINDS = {
-    "greedy": GREEDY,
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-}
+KINDS = {name: rank_outputs.KINDS[name] for name in ("greedy", "log-probabilities", "choices")}
+GREEDY = KINDS["greedy"]
 DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
 LAYOUTS = {
     "tokens-2": {"tensor_parallel_size": 2, DCP: 2},
@@ -63,8 +60,7 @@ def _engine(**options):
 
 
 def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    return outputs_of(llm, prompts, **{"max_tokens": 10, "seed": 5, "ignore_eos": True, **params})
+    return outputs_of(llm, prompts, **{"max_tokens": 10, "ignore_eos": True, **params})
 
 
 @functools.cache
@@ -74,11 +70,6 @@ def _plain_outputs(*kinds, **options):
     found = {name: _outputs(one, **KINDS[name]) for name in kinds}
     one.close()
     return found
-
-
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
 
 
 QUICK = ("tokens-2", "rows-2", "rows-2-of-2", "homes-2")
@@ -93,7 +84,7 @@ def test_greedy_tokens_are_those_of_one_rank(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", _cases(LAYOUTS))
+@pytest.mark.parametrize("layout", cases_of(LAYOUTS))
 def test_outputs_are_those_of_one_rank(layout):
     ranks = _engine(**layout)
     for name, expected in _plain_outputs(*KINDS).items():
@@ -139,7 +130,7 @@ DRAFTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _cases(DRAFTS))
+@pytest.mark.parametrize("case", cases_of(DRAFTS))
 def test_outputs_with_drafts_are_those_of_one_rank_without(case):
     layout, drafts = case
     expected = _plain_outputs(*KINDS)
@@ -152,7 +143,7 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(case):
 
 @pytest.mark.slow
 @pytest.mark.covering
-@pytest.mark.parametrize("options", _cases(OPTIONS))
+@pytest.mark.parametrize("options", cases_of(OPTIONS))
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in (TOKENS, ROWS, GROUPS, HOMES)], ids=[TOKENS, ROWS, GROUPS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):
     expected = _plain_outputs("greedy", "log-probabilities", **options)
@@ -175,7 +166,7 @@ def test_outputs_of_preempted_sequences_are_those_of_one_rank(layout, num_kv_blo
 
 @pytest.mark.parametrize(
     "options",
-    _cases({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
+    cases_of({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
 )
 def test_homes_share_the_experts(options):
     one, ranks = _engine(model="demo-moe"), _engine(**EXPERTS, **options)

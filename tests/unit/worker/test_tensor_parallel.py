@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_outputs import KINDS, PROMPTS, outputs_of
 
 from quire import LLM, BeamSearchParams, PoolingParams
 from quire.base.errors import ConfigError
@@ -17,8 +16,9 @@ from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch, parallel_messages
 from quire.worker.parallel_build import threads_release
-from tests.thread_workers import as_threads
+from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.one_compiler import one_compiler
+from tests.unit.worker.rank_outputs import KINDS, PROMPTS, cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -32,7 +32,14 @@ def compiled():
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
     """Let workers be threads; returns the groups that were made."""
-    return as_threads(monkeypatch, (parallel_launch, "spawn_workers"))
+    made = []
+
+    def spawn(*args):
+        made.append(ThreadWorkers(*args))
+        return made[-1]
+
+    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
+    return made
 
 
 def _engine(size=1, **options):
@@ -40,17 +47,12 @@ def _engine(size=1, **options):
     return LLM(**{**defaults, **options}, tensor_parallel_size=size)
 
 
-def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    return outputs_of(llm, prompts, **{"max_tokens": 24, "seed": 5, **params})
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_outputs_are_those_of_one_rank(size):
     one, ranks = _engine(), _engine(size)
     for name, params in KINDS.items():
-        assert _outputs(ranks, **params) == _outputs(one, **params), name
-        assert _outputs(ranks, **params) == _outputs(one, **params), f"{name} over cached prefixes"
+        assert outputs_of(ranks, **params) == outputs_of(one, **params), name
+        assert outputs_of(ranks, **params) == outputs_of(one, **params), f"{name} over cached prefixes"
     pooled = [llm.embed(PROMPTS, PoolingParams(pooling="mean"), use_tqdm=False) for llm in (one, ranks)]
     assert [o.outputs.embedding for o in pooled[0]] == [o.outputs.embedding for o in pooled[1]]
     beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, ranks)]
@@ -59,16 +61,11 @@ def test_outputs_are_those_of_one_rank(size):
     ranks.close()
 
 
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
-
-
 @functools.cache
 def _plain_outputs(*kinds):
     """Return the outputs of one rank without drafts by kind."""
     one = _engine()
-    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    found = {name: outputs_of(one, **KINDS[name]) for name in kinds}
     one.close()
     return found
 
@@ -87,11 +84,11 @@ DRAFTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "eagle3"))
+@pytest.mark.parametrize("drafts", cases_of(DRAFTS, "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
     expected = _plain_outputs("greedy", "sampled", "json")
     ranks = _engine(2, speculative_config={**drafts, "adaptive": False})
-    assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
+    assert {name: outputs_of(ranks, **KINDS[name]) for name in expected} == expected
     assert ranks.llm_engine.stats.num_draft_tokens > 0
     ranks.close()
 
@@ -110,11 +107,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))
+@pytest.mark.parametrize("options", cases_of(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))
 def test_outputs_are_those_of_one_rank_with_every_option(options):
     one, ranks = _engine(**options), _engine(2, **options, tensor_parallel_shares=(2, 1))
     for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
+        assert outputs_of(ranks, **KINDS[name]) == outputs_of(one, **KINDS[name])
     if "num_kv_blocks" in options:
         assert ranks.llm_engine.scheduler.num_preemptions > 0
     one.close()
@@ -136,7 +133,7 @@ def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
     sent, writer = [], thread_workers[-1].ring
     send = writer.send
     writer.send = lambda header, arrays=(): (sent.append(int(header[0])), send(header, arrays))
-    _outputs(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
+    outputs_of(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
     assert set(sent) == {parallel_messages.Call.STEP}
     assert len(sent) == ranks.llm_engine.stats.num_steps
     ranks.close()
@@ -144,7 +141,7 @@ def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
 
 def test_statistics_have_the_barriers_bytes_and_share_of_each_rank(thread_workers):
     ranks = _engine(2, tensor_parallel_shares=(3, 1))
-    _outputs(ranks, ["A"], temperature=0.0, max_tokens=4)
+    outputs_of(ranks, ["A"], temperature=0.0, max_tokens=4)
     spec = ranks.llm_engine.report.spec
     first, second = ranks.llm_engine.stats.ranks
     num_layers, num_steps = len(spec.layers), ranks.llm_engine.stats.num_steps

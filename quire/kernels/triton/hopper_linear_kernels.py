@@ -1,0 +1,273 @@
+"""Device code of products with 4-bit weights on Hopper GPUs, in Gluon: a warp that loads, and two warp groups that compute.
+
+A program computes tiles of 128 rows of the weight times TOKENS tokens, one after the other. A warp fills stages of shared
+memory through TMA descriptors with the codes and the inputs of a run of columns. Each of two warp groups dequantises 64 rows
+in registers, which are the left operand of the matrix instruction, while its product of the run before is computed. So a code is
+dequantised once for up to 256 tokens, and a dequantised weight is never written to memory.
+
+Gluon has no interpreter; tests run this code with an emulation of what it calls (tests/unit/kernels/gpu/gluon_emulation.py).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from quire.kernels.triton.nibbles import split_pairs
+
+ROWS = 128
+GROUP_ROWS = ROWS // 2
+
+_ROWS = gl.constexpr(ROWS)
+_GROUP_ROWS = gl.constexpr(GROUP_ROWS)
+# Versions of Triton after 3.6 have other names.
+_synchronise = getattr(gl, "barrier", None) or gl.thread_barrier  # waits for the other warps of the same partition
+_copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # zeros where rows are out of bounds
+
+
+@gluon.jit
+def _place_of(
+    tile: gl.tensor, num_tokens: gl.tensor, NUM_ROWS: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Return the first row, the first token, the split and the first run of columns of a tile.
+
+    Programs that run together have the same rows, whose codes then come from the cache.
+    """
+    TILES: gl.constexpr = (NUM_ROWS + _ROWS - 1) // _ROWS
+    num_token_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    split = tile // (num_token_tiles * TILES)
+    row = tile // num_token_tiles % TILES * _ROWS
+    return row, tile % num_token_tiles * TOKENS, split, split * STEPS
+
+
+@gluon.jit
+def _load_tiles(
+    x_desc: tma.tensor_descriptor,
+    codes_desc: tma.tensor_descriptor,
+    x_tiles: gl.shared_memory_descriptor,
+    code_tiles: gl.shared_memory_descriptor,
+    ready: gl.shared_memory_descriptor,
+    free: gl.shared_memory_descriptor,
+    num_tokens: gl.tensor,
+    num_tiles: gl.tensor,
+    NUM_ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RUN: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Fill stages once they are free, with boxes of 64 rows of codes and of each half of a run's columns of x."""
+    HALF: gl.constexpr = RUN // 2
+    index = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, token, _, first = _place_of(tile, num_tokens, NUM_ROWS, TOKENS, STEPS)
+        for step in range(first, first + STEPS):
+            stage = index % STAGES
+            mbarrier.wait(free.index(stage), (index // STAGES & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), _ROWS * HALF + TOKENS * RUN * 2)
+            for half in gl.static_range(2):
+                # A box must begin within the rows; what is beyond them is zero, and not written.
+                box_row = gl.minimum(row + half * _GROUP_ROWS, NUM_ROWS - 1)
+                _copy_box(codes_desc, [box_row, step * (HALF // 2)], ready.index(stage), code_tiles.index(stage * 2 + half))
+                column = step * RUN + half * HALF
+                _copy_box(x_desc, [token, column], ready.index(stage), x_tiles.index(stage * 2 + half))
+            index += 1
+
+
+@gluon.jit
+def _weights_of(
+    first: gl.tensor,
+    second: gl.tensor,
+    scales: gl.tensor,
+    added: gl.tensor,
+    DTYPE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    OPERAND: gl.constexpr,
+) -> gl.tensor:
+    """Return the weights [64, COLUMNS] of the codes of even and of odd columns, computed in f32 and rounded to DTYPE."""
+    numbers = gl.join(first, second).reshape([_GROUP_ROWS, COLUMNS])
+    numbers = gl.convert_layout(numbers, OPERAND, assert_trivial=True)
+    return gl.fma(numbers, scales[:, None], added[:, None]).to(DTYPE)
+
+
+@gluon.jit
+def _multiply_tile(
+    scales_ptr: gl.tensor,
+    offsets_ptr: gl.tensor,
+    x_tiles: gl.shared_memory_descriptor,
+    code_tiles: gl.shared_memory_descriptor,
+    ready: gl.shared_memory_descriptor,
+    free: gl.shared_memory_descriptor,
+    index: gl.tensor,
+    places: gl.tensor,
+    first: gl.tensor,
+    ME: gl.constexpr,
+    TOKENS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BASE: gl.constexpr,
+    RUN: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACC: gl.constexpr,
+) -> gl.tensor:
+    """Return the sums [64, TOKENS] of a tile, whose first run of columns is number `index` of the program.
+
+    places  of the first scale of each row
+    """
+    DTYPE: gl.constexpr = x_tiles.dtype
+    HALF: gl.constexpr = RUN // 2
+    # A thread has pairs of adjacent columns, two bytes of codes.
+    PAIRS: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    acc = gl.zeros([_GROUP_ROWS, TOKENS], gl.float32, ACC)
+    for pair in range(STEPS // 2):
+        coming = warpgroup_mma_init(acc)
+        before = 0
+        for odd in gl.static_range(2):
+            step = pair * 2 + odd
+            group = (first + step) * RUN // GROUP
+            scales = gl.load(scales_ptr + places + group)
+            added = gl.zeros_like(scales) if BASE is None else scales * BASE
+            if offsets_ptr is not None:
+                added += gl.load(offsets_ptr + places + group)
+            stage = (index + step) % STAGES
+            mbarrier.wait(ready.index(stage), (index + step) // STAGES & 1)
+            low, low_next, high, high_next = split_pairs(code_tiles.index(stage * 2 + ME).load(PAIRS), BASE)
+            weights = _weights_of(low, low_next, scales, added, DTYPE, HALF, OPERAND)
+            coming = warpgroup_mma(weights, x_tiles.index(stage * 2).permute((1, 0)), coming, is_async=True)
+            if odd == 1:
+                coming = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[coming]))
+                _synchronise()
+                mbarrier.arrive(free.index(before))
+            weights = _weights_of(high, high_next, scales, added, DTYPE, HALF, OPERAND)
+            coming = warpgroup_mma(weights, x_tiles.index(stage * 2 + 1).permute((1, 0)), coming, is_async=True)
+            before = stage
+        # Products do not go on in the next round: its weights are in the same registers.
+        acc = warpgroup_mma_wait(0, deps=[coming])
+        _synchronise()
+        mbarrier.arrive(free.index(before))
+    return acc
+
+
+@gluon.jit
+def _multiply_rows(
+    scales_ptr: gl.tensor,
+    offsets_ptr: gl.tensor,
+    bias_ptr: gl.tensor,
+    out_ptr: gl.tensor,
+    x_tiles: gl.shared_memory_descriptor,
+    code_tiles: gl.shared_memory_descriptor,
+    ready: gl.shared_memory_descriptor,
+    free: gl.shared_memory_descriptor,
+    num_tokens: gl.tensor,
+    num_tiles: gl.tensor,
+    ME: gl.constexpr,
+    NUM_ROWS: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BASE: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RUN: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Compute rows [64 * ME, 64 * ME + 64) of every tile of the program."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    index = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, token, split, first = _place_of(tile, num_tokens, NUM_ROWS, TOKENS, STEPS)
+        row += _GROUP_ROWS * ME
+        scale_rows = gl.minimum(row + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, OPERAND)), NUM_ROWS - 1)
+        acc = _multiply_tile(
+            scales_ptr, offsets_ptr, x_tiles, code_tiles, ready, free, index, scale_rows * NUM_GROUPS, first,
+            ME, TOKENS, GROUP, BASE, RUN, STEPS, STAGES, ACC,
+        )  # fmt: skip
+        index += STEPS
+        rows = row + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, ACC))
+        tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC))
+        is_row = rows < NUM_ROWS
+        if bias_ptr is not None:
+            acc += gl.load(bias_ptr + rows, mask=is_row, other=0.0).to(gl.float32)[:, None]
+        places = (split * num_tokens + tokens.to(gl.int64))[None, :] * NUM_ROWS + rows[:, None]
+        mask = is_row[:, None] & (tokens < num_tokens)[None, :]
+        gl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def multiply_dequantised(
+    x_desc: tma.tensor_descriptor,
+    codes_desc: tma.tensor_descriptor,
+    scales_ptr: gl.tensor,
+    offsets_ptr: gl.tensor,
+    bias_ptr: gl.tensor,
+    out_ptr: gl.tensor,
+    num_tokens: gl.tensor,
+    NUM_ROWS: gl.constexpr,
+    NUM_COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BASE: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RUN: gl.constexpr,
+    NUM_SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Write x @ weight^T (+ bias) in out's dtype: weights are rounded to x's dtype, sums are f32.
+
+    x_desc, codes_desc  x [T, NUM_COLUMNS] and the codes [NUM_ROWS, NUM_COLUMNS / 2] as in linear_kernels.multiply_packed, in
+                        boxes of [TOKENS, RUN / 2] and [64, RUN / 2]
+    scales, offsets     [NUM_ROWS, NUM_COLUMNS / GROUP] f32
+    NUM_SPLITS          parts of equally many runs of columns, in which sums are computed; if there are several, out is
+                        [NUM_SPLITS, T, NUM_ROWS] f32
+    """
+    STEPS: gl.constexpr = NUM_COLUMNS // RUN // NUM_SPLITS
+    HALF: gl.constexpr = RUN // 2
+    NUM_ROW_TILES: gl.constexpr = (NUM_ROWS + _ROWS - 1) // _ROWS
+    num_tiles = (num_tokens + TOKENS - 1) // TOKENS * (NUM_ROW_TILES * NUM_SPLITS)
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, TOKENS, HALF], gl.NVMMASharedLayout(RUN, 16, 2))
+    # Rows of 16 bytes are not swizzled.
+    CODES: gl.constexpr = gl.NVMMASharedLayout(HALF if HALF > 16 else 0, 16, 2)
+    code_tiles = gl.allocate_shared_memory(codes_desc.dtype, [STAGES * 2, _GROUP_ROWS, HALF // 2], CODES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    _synchronise()
+    gl.warp_specialize(
+        [
+            (
+                _multiply_rows,
+                (
+                    scales_ptr, offsets_ptr, bias_ptr, out_ptr, x_tiles, code_tiles, ready, free, num_tokens, num_tiles, 0,
+                    NUM_ROWS, NUM_COLUMNS // GROUP, GROUP, BASE, TOKENS, RUN, STEPS, STAGES,
+                ),
+            ),
+            (
+                _multiply_rows,
+                (
+                    scales_ptr, offsets_ptr, bias_ptr, out_ptr, x_tiles, code_tiles, ready, free, num_tokens, num_tiles, 1,
+                    NUM_ROWS, NUM_COLUMNS // GROUP, GROUP, BASE, TOKENS, RUN, STEPS, STAGES,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    x_desc, codes_desc, x_tiles, code_tiles, ready, free, num_tokens, num_tiles,
+                    NUM_ROWS, TOKENS, RUN, STEPS, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
