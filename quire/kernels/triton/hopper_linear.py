@@ -36,14 +36,14 @@ def multiply_many(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None 
 def many_tokens_launches(
     out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None
 ) -> list[Launch] | None:
-    """Return the launches that write x @ weight^T (+ bias) to out: weights are rounded to x's dtype, as `widen` rounds them
-    up to the last bit of f32, and sums are f32.
+    """Return the launches that write x @ weight^T (+ bias) to out: a weight is computed in f32 and rounded to x's dtype, as by
+    linear.widen, and sums are f32.
 
     out, x, bias  as in linear.multiply_launches; the columns of x are already in the stored order
 
-    None where the table of tiles does not choose this kernel, or it does not compute such a product: it is for Hopper, more than
-    64 tokens of 16-bit floats in one piece, and packed codes whose columns consist of pairs of runs. Sums are split by the number
-    of tiles, so that the bits of a row depend on the number of tokens.
+    None where the table of tiles does not choose this kernel, or it does not compute such a product: it is for Hopper, more
+    than 64 tokens of 16-bit floats in one piece, and packed codes whose columns consist of pairs of runs. Sums are split by
+    the number of tiles, so that the bits of a row depend on the number of tokens.
     """
     num_tokens, (num_rows, num_columns) = len(x), weight.shape
     is_known = weight.is_packed and weight.scale_rows == 1 and num_columns % (2 * weight.run) == 0

@@ -1,9 +1,9 @@
 """Device code of products with 4-bit weights on Hopper GPUs, in Gluon: a warp that loads, and two warp groups that compute.
 
 A program computes tiles of 128 rows of the weight times TOKENS tokens, one after the other. A warp fills stages of shared
-memory through TMA descriptors with the codes and the inputs of a run of columns. Each of two warp groups dequantises 64 rows
-in registers, which are the left operand of the matrix instruction, while its product of the run before is computed. So a code is
-dequantised once for up to 256 tokens, and a dequantised weight is never written to memory.
+memory through TMA descriptors with the codes and the inputs of a run of columns. Each of two warp groups dequantises 64 rows in
+registers, from which the matrix instruction takes its left operand, while products that it has started are computed. So a code
+is dequantised once for up to 256 tokens, and a dequantised weight is never written to memory.
 
 Gluon has no interpreter; tests run this code with an emulation of what it calls (tests/unit/kernels/gpu/gluon_emulation.py).
 """
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.triton.nibbles import split_pairs
+from quire.kernels.triton.nibbles import PAIRS_TO_F32, numbers_of
 
 ROWS = 128
 GROUP_ROWS = ROWS // 2
@@ -49,7 +49,7 @@ def _place_of(
 
 
 @gluon.jit
-def _load_tiles(
+def _load_runs(
     x_desc: tma.tensor_descriptor,
     codes_desc: tma.tensor_descriptor,
     x_tiles: gl.shared_memory_descriptor,
@@ -80,6 +80,19 @@ def _load_tiles(
                 column = step * RUN + half * HALF
                 _copy_box(x_desc, [token, column], ready.index(stage), x_tiles.index(stage * 2 + half))
             index += 1
+
+
+@gluon.jit
+def _split_pairs(codes: gl.tensor, BASE: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Return as nibbles.split_codes the low bits of the first and of the second byte of pairs, then the high bits of both."""
+    if BASE is None:
+        first, second = numbers_of(codes & 15, None), numbers_of(codes >> 8 & 15, None)
+        high_first, high_second = numbers_of(codes >> 4 & 15, None), numbers_of(codes >> 12 & 15, None)
+    else:
+        first, second, high_first, high_second = gl.inline_asm_elementwise(
+            PAIRS_TO_F32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], dtype=(gl.float32,) * 4, is_pure=True, pack=2
+        )
+    return first, second, high_first, high_second
 
 
 @gluon.jit
@@ -140,7 +153,7 @@ def _multiply_tile(
                 added += gl.load(offsets_ptr + places + group)
             stage = (index + step) % STAGES
             mbarrier.wait(ready.index(stage), (index + step) // STAGES & 1)
-            low, low_next, high, high_next = split_pairs(code_tiles.index(stage * 2 + ME).load(PAIRS), BASE)
+            low, low_next, high, high_next = _split_pairs(code_tiles.index(stage * 2 + ME).load(PAIRS), BASE)
             weights = _weights_of(low, low_next, scales, added, DTYPE, HALF, OPERAND)
             coming = warpgroup_mma(weights, x_tiles.index(stage * 2).permute((1, 0)), coming, is_async=True)
             if odd == 1:
@@ -261,7 +274,7 @@ def multiply_dequantised(
                 ),
             ),
             (
-                _load_tiles,
+                _load_runs,
                 (
                     x_desc, codes_desc, x_tiles, code_tiles, ready, free, num_tokens, num_tiles,
                     NUM_ROWS, TOKENS, RUN, STEPS, STAGES,

@@ -30,7 +30,7 @@ def weight_of(kind, num_rows, num_columns, group, seed=0):
     scale, offset = (torch.randn(num_rows, num_columns // group, generator=generator) + 2 for _ in range(2))
     codes = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.int8)
     if kind == "floats":
-        return pack_float4(torch.tensor(FLOAT4_LEVELS + (0,), dtype=torch.int8)[codes.long()], scale)
+        return pack_float4(torch.tensor((*FLOAT4_LEVELS, 0), dtype=torch.int8)[codes.long()], scale)
     if kind == "offsets":
         return pack_integers(codes, scale, offset, (0, 15))
     return pack_integers(codes - 8, scale, None, (-8, 7))
