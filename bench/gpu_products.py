@@ -1,4 +1,4 @@
-"""Products of Qwen3-8B with bf16, fp8 and 4-bit weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and scaled_mm."""
+"""Products of Qwen3-8B with bf16 and narrow weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and scaled_mm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_f
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 Row = dict[str, object]
-_BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5}
+_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _FP8_SPEEDUP = 2  # of the matrix units
 _WARM_BYTES = 160e6
 
@@ -79,9 +79,11 @@ def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | Device
     if kind == "fp8":
         scale = torch.full((-(-size[0] // 128), size[1] // 128), 0.001, device=shapes.device)
         return pack_float8((weight.float() * 1000).clamp(-448, 448).to(torch.float8_e4m3fn), scale, (128, 128))
-    codes = (weight.float() * 4 * size[1] ** 0.5).round().clamp(-8, 7).to(torch.int8)
-    scale = torch.full((size[0], size[1] // 128), 0.25 / size[1] ** 0.5, device=shapes.device)
-    return pack_integers(codes, scale, None, (-8, 7))
+    limit = 8 if kind == "int4" else 128
+    unit = 2 / limit / size[1] ** 0.5
+    codes = (weight.float() / unit).round().clamp(-limit, limit - 1).to(torch.int8)
+    scale = torch.full((size[0], size[1] // 128), unit, device=shapes.device)
+    return pack_integers(codes, scale, None, (-limit, limit - 1))
 
 
 def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:

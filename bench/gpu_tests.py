@@ -41,9 +41,11 @@ FIRST = [
 WITHOUT_A_GPU = {
     *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"),
     *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py", "test_serving_variants.py"),
+    *("test_device_context.py", "test_expert_exchange.py", "test_device_homes.py", "test_random_homes.py"),
+    *("test_tensor_parallel_decoder.py", "test_tensor_parallel_engine.py", "test_staged_call.py", "test_bound_launches.py"),
 }
-"""Files that test nothing on a GPU: they read sources, compile ahead of time, and try checks and this benchmark in the
-interpreter."""
+"""Files that test nothing on a GPU: they read sources, compile ahead of time, try checks, several ranks and this benchmark in
+the interpreter, or launch nothing."""
 
 PARTS = {"test_device_golden.py": 5, "test_triton_attention.py": 4, "test_triton_fused.py": 3, "test_device_recurrent.py": 2}
 """Of files that take longest, in how many processes they run."""

@@ -5,6 +5,10 @@ of all ranks to its own chunks, and merges their results; those of all ranks are
 results of all chunks are gathered, and merged in the order of the keys. For runs of prompts the keys are gathered instead,
 which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
 chunks at the same positions.
+
+Of decode steps without host_context_lens all sizes are those of max_context_len, and the device finds which keys each rank has:
+CUDA graphs contain them. A rank's own blocks follow each other in a table, whose keys it attends to as if there were no others;
+with a window, or `is_in_order`, it lists as many chunks as it may have.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS
-from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.model_spec import NO_ATTENTION, AttentionSpec, ModelSpec
 from quire.kernels.triton.attention import (
     KvCache,
     SomeChunks,
     attend_launches,
+    attend_part_launches,
     attend_some_chunks_launch,
     merge_some_chunks_launch,
     partial_shape,
@@ -37,6 +42,10 @@ from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
 
 _Item = TypeVar("_Item")
+
+RECORDED_BYTES = 16 << 20
+"""Of results of a layer's chunks that a recorded step gathers at most: that takes a GPU no longer than launching a layer one by
+one takes the host (estimated: 0.1 ms at 200 GB/s, and 15 launches of 12 us)."""
 
 
 class _ChunkRound(NamedTuple):
@@ -66,11 +75,15 @@ class _KeyRound(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the runs of a step are attended to; short_tokens: [N] i64, the rows of those with few queries, None: all."""
+    """How the runs of a step are attended to; short_tokens: [N] i64, the rows of those with few queries, None: all.
+
+    part  a decode step of this rank's keys, see ContextRanks.part_of; None: `chunks` lists them
+    """
 
     chunks: list[_ChunkRound]
     keys: list[_KeyRound]
-    short_tokens: Tensor | None
+    short_tokens: Tensor | None = None
+    part: DeviceAttentionMetadata | None = None
 
 
 class ContextRanks:
@@ -85,14 +98,48 @@ class ContextRanks:
 
     def localize(self, step: DeviceAttentionMetadata, blocks_per_rank: int, block_size: int) -> DeviceAttentionMetadata:
         """Return a step with slots and block tables of this rank's blocks; what is on other ranks has slot -1."""
-        if step.num_drafts is not None or step.host_context_lens is None:
-            raise InvariantError("keys on several ranks need steps without trees, whose lengths are known on the host")
+        if step.num_drafts is not None or (step.host_context_lens is None and not step.is_decode):
+            raise InvariantError("keys on several ranks need decode steps, or lengths on the host and no trees")
         tables, first = step.block_tables, self.place * blocks_per_rank
         shared = SharedKeys(tables, (tables[:, 0] // blocks_per_rank).long(), blocks_per_rank)
         own = (tables - first).clamp_(0, blocks_per_rank - 1)
         slots = step.slots - first * block_size
         slots = torch.where((slots >= 0) & (slots < blocks_per_rank * block_size), slots, -1)
         return replace(step, slots=slots, block_tables=own, shared_keys=shared)
+
+    def part_of(self, step: DeviceAttentionMetadata, block_size: int) -> DeviceAttentionMetadata:
+        """Return a localized decode step over this rank's keys only: the tables have its blocks one after the other, and the
+        context lengths are those of its tokens. The host knows neither."""
+        shared = step.shared_keys
+        assert shared is not None
+        per_chunk, per_round, width = CHUNK // block_size, CHUNK * self.size, step.block_tables.shape[1]
+        before = (self.place - shared.firsts) % self.size  # chunks before the first one here
+        lengths = step.context_lens.long()
+        own = lengths // per_round * CHUNK + (lengths % per_round - before * CHUNK).clamp_(0, CHUNK)
+        num_chunks = -(-width // (per_chunk * self.size))
+        index = torch.arange(num_chunks * per_chunk, device=lengths.device)
+        entries = (index // per_chunk * self.size + before[:, None]) * per_chunk + index % per_chunk
+        return replace(
+            step,
+            context_lens=own.to(torch.int32),
+            block_tables=step.block_tables.gather(1, entries.clamp_(max=width - 1)),
+            max_context_len=num_chunks * CHUNK,
+            shared_keys=None,
+            plans={},
+            _tiles={},
+        )
+
+    def most_recorded(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
+        """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none. They gather the results of all
+        chunks that contexts may have, which are RECORDED_BYTES at most.
+
+        specs  what each tensor-parallel rank runs; as many follow each other in a group as there are here
+        """
+        most = 1
+        for layers in zip(*(spec.layers for spec in specs[: self.size]), strict=True):
+            own = [layer.attention for layer in layers if layer.attention != NO_ATTENTION]
+            most = max(most, sum(_result_bytes(each) * _most_chunks(each, max_model_len) for each in own))
+        return RECORDED_BYTES // most
 
     def own_blocks(self, blocks: Tensor, blocks_per_rank: int) -> Tensor:
         """Return blocks [N] i64 to copy as this rank counts them; those of others become the spare one behind its own."""
@@ -148,7 +195,7 @@ class LayerContext:
         if not isinstance(plan, _Plan):
             plan = shared.plans[key] = self._plan(step, shared, q, cache, is_in_order)
         merged = None
-        if plan.chunks:
+        if plan.chunks or plan.part is not None:
             attend_short = self._attend_in_order if is_in_order else self._attend_own
             merged = attend_short(q, cache, step, plan, sinks)
         if not plan.keys and merged is not None:
@@ -175,6 +222,8 @@ class LayerContext:
             own = _empty_results((len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)), q.device)
             attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own).run()
             merge_some_chunks_launch(out, own, part.own.starts, cache, step, spec, None, part.tiles, sums=sums).run()
+        if plan.part is not None:
+            run_all(attend_part_launches(out, sums, q, cache, plan.part, spec))
         if plan.short_tokens is not None:
             out, sums = out.index_select(0, plan.short_tokens), sums.index_select(0, plan.short_tokens)
         found = gather(self._ranks.communicator, torch.cat((out.flatten(1), sums), 1))
@@ -226,8 +275,9 @@ class LayerContext:
 
     def _plan(self, step: DeviceAttentionMetadata, shared: SharedKeys, q: Tensor, cache: KvCache, is_in_order: bool) -> _Plan:
         counts, lengths = step.query_counts, step.host_context_lens
+        if lengths is None:
+            return self._plan_decode(step, shared, cache, is_in_order)
         assert counts is not None
-        assert lengths is not None
         kinds = q.dtype, cache.k.dtype
         _, num_short = tile_queries(self._all, *kinds, is_in_order)
         num_queries, _ = tile_queries(self._own, *kinds, is_in_order)
@@ -235,7 +285,7 @@ class LayerContext:
         short = [index for index, _ in lists.short]
         spans = {index: self._span(counts[index], lengths[index], lists.longest_short) for index in short}
         size = self._ranks.size
-        num_bytes = 4 * size * int(np.prod(partial_shape(self._all, lists.longest_short)))
+        num_bytes = size * _result_bytes(self._all, lists.longest_short)
         chunks = [
             self._chunk_round(part, [spans[index] for index in part], lists.longest_short, shared)
             for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, GATHERED_BYTES)
@@ -246,11 +296,20 @@ class LayerContext:
             for part in _rounds(long, lambda index: lengths[index], GATHERED_TOKENS)
         ]
         if not long:
-            return _Plan(chunks, keys, None)
+            return _Plan(chunks, keys)
         starts = np.cumsum((0, *counts))
         rows = [row for index in short for row in range(starts[index], starts[index + 1])]
         (tokens,) = send_together([torch.tensor(rows, dtype=torch.int64)], q.device)
         return _Plan(chunks, keys, tokens)
+
+    def _plan_decode(self, step: DeviceAttentionMetadata, shared: SharedKeys, cache: KvCache, is_in_order: bool) -> _Plan:
+        """Return the plan of a decode step of any lengths up to max_context_len."""
+        if not is_in_order and self._all.window is None:
+            return _Plan([], [], part=self._ranks.part_of(step, cache.k.shape[2]))
+        count, most = len(step.context_lens), _most_chunks(self._all, step.max_context_len)
+        lows = (step.context_lens.long() - (self._all.window or step.max_context_len)).clamp_(min=0) // CHUNK
+        listed = (_repeated(count, each, lows.device) for each in (-(-most // self._ranks.size), most))
+        return _Plan([self._round(Tiles(None, None, count, 1), lows, shared.firsts + lows, *listed)], [])
 
     def _span(self, count: int, length: int, num_queries: int) -> range:
         """Return the chunks that a sequence of `length` tokens, the last `count` of them queries, attends to."""
@@ -261,21 +320,38 @@ class LayerContext:
     def _chunk_round(
         self, sequences: Sequence[int], spans: Sequence[range], num_queries: int, shared: SharedKeys
     ) -> _ChunkRound:
-        size, place = self._ranks.size, self._ranks.place
         counts = np.array([len(span) for span in spans])
-        (own_tiles, own_numbers, own_starts), (tiles, numbers, starts) = _listed(-(-counts // size)), _listed(counts)
+        own_tiles, own_numbers, own_starts = _listed(-(-counts // self._ranks.size))
+        tiles, numbers, starts = _listed(counts)
         columns = np.array(sequences), np.zeros(len(spans), np.int64), own_starts, own_tiles, starts
         wide = own_numbers, tiles, numbers, np.array([span.start for span in spans])
         sent = [torch.tensor(each, dtype=torch.int32) for each in columns] + [torch.tensor(each) for each in wide]
         there, offsets, own_first, own_there, starts, own_numbers, tiles, numbers, lows = send_together(
             sent, shared.tables.device
         )
-        firsts = shared.firsts[there.long()] + lows  # the ranks of the first chunks
-        own_long = own_there.long()
-        own_chunks = lows[own_long] + (place - firsts[own_long]) % size + own_numbers * size
-        owners, places = (firsts[tiles] + numbers) % size, own_first.long()[tiles] + numbers // size
-        own = ChunkPlan(own_first, own_there, own_chunks.to(torch.int32))
-        return _ChunkRound(Tiles(there, offsets, len(spans), num_queries), own, starts, owners, places)
+        own, every = (own_there, own_numbers, own_first), (tiles, numbers, starts)
+        firsts = shared.firsts[there.long()] + lows
+        return self._round(Tiles(there, offsets, len(spans), num_queries), lows, firsts, own, every)
+
+    def _round(
+        self,
+        tiles: Tiles,
+        lows: Tensor,
+        firsts: Tensor,
+        own: tuple[Tensor, Tensor, Tensor],
+        every: tuple[Tensor, Tensor, Tensor],
+    ) -> _ChunkRound:
+        """Return a round of runs.
+
+        lows, firsts  [tiles] i64: the first chunk of each, and its rank, counted on past the last one
+        own, every    this rank's items, and those of all, as _listed returns them
+        """
+        size, (own_tiles, own_numbers, own_starts), (of_tiles, numbers, starts) = self._ranks.size, own, every
+        own_long = own_tiles.long()
+        own_chunks = lows[own_long] + (self._ranks.place - firsts[own_long]) % size + own_numbers * size
+        owners, places = (firsts[of_tiles] + numbers) % size, own_starts.long()[of_tiles] + numbers // size
+        plan = ChunkPlan(*(each.to(torch.int32) for each in (own_starts, own_tiles, own_chunks)))
+        return _ChunkRound(tiles, plan, starts.to(torch.int32), owners, places)
 
     def _key_round(
         self,
@@ -318,6 +394,23 @@ def _listed(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts = np.concatenate(([0], np.cumsum(counts)))
     tiles = np.repeat(np.arange(len(counts)), counts)
     return tiles, np.arange(starts[-1]) - starts[tiles], starts
+
+
+def _repeated(num_tiles: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return on a device what `_listed` does for `count` items of each tile, all i64."""
+    items = torch.arange(num_tiles * count, device=device)
+    return items // count, items % count, torch.arange(num_tiles + 1, device=device) * count
+
+
+def _result_bytes(spec: AttentionSpec, num_queries: int = 1) -> int:
+    """Return the bytes of the results of one chunk for a run of so many queries, without the logarithms of their sums."""
+    return 4 * int(np.prod(partial_shape(spec, num_queries)))
+
+
+def _most_chunks(spec: AttentionSpec, max_context_len: int) -> int:
+    """Return how many chunks the last token of a sequence attends to at most."""
+    most = -(-max_context_len // CHUNK)
+    return most if spec.window is None else min(most, -(-(spec.window - 1) // CHUNK) + 1)
 
 
 def _rounds(items: Sequence[_Item], size_of: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:

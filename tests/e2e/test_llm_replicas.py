@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -123,6 +124,16 @@ def test_a_killed_replica_costs_its_own_requests_and_is_started_again(two):
     assert two.llm_engine.pids[1] != victim
     short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     assert all(output.error is None for output in two.generate(PROMPTS, short, use_tqdm=False))
+
+
+def test_the_others_go_on_when_a_killed_replica_cannot_be_started_again(two, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError("no more processes")))
+    os.kill(two.llm_engine.pids[1], signal.SIGKILL)
+    short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for _ in range(2):
+        outputs = two.generate(PROMPTS, short, use_tqdm=False)
+        assert all("replica 1 ended" in output.error for output in outputs if output.error is not None)
+    assert all(output.error is None for output in outputs)
 
 
 def test_processes_end_with_the_one_that_started_them():

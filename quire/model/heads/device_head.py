@@ -42,7 +42,6 @@ class DeviceHead:
     is_in_order = False
     ranks: DeviceRanks | None = None
     records_prompts = True
-    records_decode = True
 
     def __init__(
         self,

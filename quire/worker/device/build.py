@@ -214,7 +214,10 @@ def _start_ranks(
 
 def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
     """Return a recorder whose recordings count their collectives."""
-    return recorder if recorder is None or group is None or group.tensor is None else CountedRecorder(recorder, group.tensor)
+    found: GraphRecorder | None = recorder
+    for each in () if group is None else group.communicators:
+        found = None if found is None else CountedRecorder(found, each)
+    return found
 
 
 def build_rank(
@@ -232,15 +235,17 @@ def build_rank(
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     choose_tiles(config, device)
-    memory = _memory_to_plan(device)
+    memory = _memory_to_plan(device, group)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
+    compilation = None
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
         compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         decoder = _load_decoder(config, report, device, parameters, group)
         stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
+        stepper.compilation = compilation
         if group is not None:
             if compilation is not None:
                 compilation.wait()
@@ -253,7 +258,9 @@ def build_rank(
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
-    except RuntimeError as error:
+    except BaseException as error:
+        if compilation is not None:
+            compilation.stop()
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
@@ -343,9 +350,8 @@ def _allocate_pools(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing, and
-    what ranks exchange of keys on several of them has other sizes in each step."""
-    return config.enforce_eager or config.cpu_offload_gb > 0 or config.decode_context_parallel_size > 1
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
+    return config.enforce_eager or config.cpu_offload_gb > 0
 
 
 def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
@@ -371,9 +377,11 @@ def choose_tiles(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("tile_table is for a GPU; leave it out")
 
 
-def _memory_to_plan(device: torch.device) -> DeviceMemory | None:
+def _memory_to_plan(device: torch.device, group: GpuGroup | None) -> DeviceMemory | None:
     """Return the memory that is measured, and divided; None: the host's, of which the report says enough."""
-    return CudaMemory(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return CudaMemory(device) if group is None else CudaMemory(device, group.wait_for)
 
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:

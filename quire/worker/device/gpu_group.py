@@ -284,6 +284,10 @@ class GpuGroup:
         """Return when all ranks have called it."""
         self.host.barrier()
 
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of this rank's device. Raises WorkerError if the group ends first: then it may never come."""
+        self._communicators[0].wait_for(event)
+
     def least(self, value: int) -> int:
         """Return the least of what all ranks give."""
         return least_of(self.host, value)
@@ -293,7 +297,8 @@ class GpuGroup:
         return all_agree(self.host, says_yes)
 
     @property
-    def _communicators(self) -> list[CountingCommunicator]:
+    def communicators(self) -> list[CountingCommunicator]:
+        """What this rank exchanges tensors of its device by."""
         return [each for each in (self.tensor, self.stages, *self.others) if each is not None]
 
     def gather_counts(self, own: Sequence[RoutingCounts | None]) -> list[RoutingCounts | None]:
@@ -312,7 +317,7 @@ class GpuGroup:
     def collectives(self) -> dict[str, CollectiveStats]:
         """Return what this rank has exchanged on its device."""
         found: dict[str, CollectiveStats] = {}
-        for each in self._communicators:
+        for each in self.communicators:
             for name, count in each.stats().items():
                 found[name] = count if name not in found else found[name].plus(count)
         return found
@@ -324,7 +329,7 @@ class GpuGroup:
 
     def close(self) -> None:
         """End the threads of the communicators."""
-        for each in self._communicators:
+        for each in self.communicators:
             each.close()
         if isinstance(self.host, TorchCommunicator):
             self.host.close()

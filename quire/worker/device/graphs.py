@@ -45,12 +45,12 @@ class GraphGrid:
     def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3], num_homes: int = 1) -> None:
         self._samplings, self._num_homes = samplings, num_homes
         most = min(max_num_seqs, _ROWS[-1])
-        self._rows = [*(count for count in _ROWS if count < most), most]
+        self._rows = [*(count for count in _ROWS if count < most), most] if most else []
 
     @property
     def max_rows(self) -> int:
-        """The most sequences of a CUDA graph; a larger step is launched one by one."""
-        return self._rows[-1]
+        """The most sequences of a CUDA graph, 0: there is none; a larger step is launched one by one."""
+        return self._rows[-1] if self._rows else 0
 
     @property
     def keys(self) -> list[GraphKey]:

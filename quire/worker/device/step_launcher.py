@@ -96,12 +96,15 @@ class StepLauncher:
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
         self._homes = Homes.of(decoder)
-        self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings, self._homes.size)
         is_recording = graphs.is_recording and library is None and decoder.records_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
             specs = self._stage.rank_specs
             self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
+        most_rows = sizes.max_num_seqs
+        if isinstance(decoder, DeviceDecoder):
+            most_rows = decoder.most_recorded(specs, most_rows, sizes.max_model_len)
+        self.grid = GraphGrid(most_rows, self._sampler.samplings, self._homes.size)
         most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
         # With homes steps with prompts are not recorded: each home would be padded to the tokens that one may have.
         most_tokens = most_recorded if is_recording and self._homes.size == 1 else 0
@@ -115,9 +118,9 @@ class StepLauncher:
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most_in_step, most_tokens), dtype=torch.int64, device=device)
-        most_rows = (most_tokens, most) if self.samples else (0, 0)
-        self._hidden = torch.empty(most_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
-        self._logits = torch.empty(most_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
+        kept_rows = (most_tokens, most) if self.samples else (0, 0)
+        self._hidden = torch.empty(kept_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.empty(kept_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
         # With layers in two formats every part of the model, as a stage may be, has the tiles of both.
         formats = {pool.spec.dtype, *((spec.dtype,) if pool.spec.layer_dtypes else ())}
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
@@ -184,7 +187,7 @@ class StepLauncher:
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
         is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
-        if is_padded and self._decoder.records_decode:
+        if is_padded:
             return self._launch_decode(step, sampling, changes, kept)
         return self.launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
@@ -239,9 +242,9 @@ class StepLauncher:
 
     def record_copies(self, count: int) -> None:
         """Record the step with most launches so many times more, and run each."""
-        key = self.keys[0]
-        self.record(key)  # what they read is on the device then
-        self.graphs.record_more(key, self.frames[key].run, count)
+        for key in self.keys[:1]:
+            self.record(key)  # what they read is on the device then
+            self.graphs.record_more(key, self.frames[key].run, count)
 
     def _record_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
         for key in keys:

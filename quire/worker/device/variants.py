@@ -164,18 +164,16 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     pool = DeviceKvPool(kv, 2, _META, num_window_blocks=1)
-    shares_tokens = isinstance(decoder, DeviceDecoder) and decoder.ranks is not None and decoder.ranks.context is not None
     executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
         # The engine begins with these; then come the first prompts and decode steps.
         one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        if not shares_tokens:  # then there are no CUDA graphs
-            executor.record_samples()
-            # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
-            prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
-            for key in [*prompts, *executor.grid.keys]:
-                executor.record(key)
+        executor.record_samples()
+        # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
+        prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
+        for key in [*prompts, *executor.grid.keys]:
+            executor.record(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:

@@ -13,10 +13,11 @@ from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
 from quire.kernels.native import load_native
-from quire.transfer import page_client, page_server
+from quire.transfer import connection, page_client, page_server
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
+from tests.no_threads import no_threads
 from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, run
@@ -373,9 +374,18 @@ def test_prompts_are_computed_here_while_the_host_tier_has_no_room_for_their_pag
 
 
 @needs_native
+def test_prompts_are_computed_here_while_there_is_no_thread_for_a_transfer(cold, peer):
+    with decode_llm(peer.address) as llm:
+        with no_threads("kv-page-pull"):
+            assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
+        assert outcomes(llm) == {"no_peer": 1}
+        check_nothing_is_held(llm.llm_engine)
+
+
+@needs_native
 def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path):
     """When they are copied from the shared slots of the prefill engine, these hold other bytes."""
-    read = page_client._MappedSlots.read
+    read = connection.MappedSlots.read
     with prefill_engine(f"unix:{tmp_path}/pages") as peer, decode_llm(peer.address) as llm:
         peer.engine.prefill.server.lease_s = 0.5
 
@@ -384,7 +394,7 @@ def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path)
             peer.engine.runner.host_slab.slots()[:] ^= 1
             read(slots, *arguments)
 
-        monkeypatch.setattr(page_client._MappedSlots, "read", read_late)
+        monkeypatch.setattr(connection.MappedSlots, "read", read_late)
         assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
         assert outcomes(llm) == {"damaged": 1}
         assert outcomes_of(peer.engine) == {"expired": 1}

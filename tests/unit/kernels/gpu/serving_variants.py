@@ -141,9 +141,7 @@ def missing_variants(model, kv_dtype, sizes):
 def missing_of(decoder, kv, sizes, found):
     """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
-    shares_tokens = getattr(decoder, "ranks", None) is not None and decoder.ranks.context is not None  # without CUDA graphs
-    recorders = (None,) if shares_tokens else (None, NotRecording())
-    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in recorders]
+    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):

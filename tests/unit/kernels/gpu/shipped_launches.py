@@ -354,6 +354,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode": lambda: attention_launches()[1],
     "decode-small-values": lambda: attention_launches(head_dim=192, v_dim=128, heads=(64, 4))[1],
     "prefill-small-values": lambda: attention_launches(1024, 192, (64, 8), v_dim=128, window=128)[0],
+    "decode-small-values-window": lambda: attention_launches(
+        head_dim=192, heads=(64, 8), v_dim=128, window=128, has_sinks=True
+    )[1],
+    "prefill-small-values-whole": lambda: attention_launches(1024, 192, (64, 4), v_dim=128)[0],
+    "prefill-alibi": lambda: attention_launches(1024, heads=(40, 40), alibi_slopes=(0.5,) * 40)[0],
     "decode-alibi": lambda: attention_launches(heads=(40, 40), alibi_slopes=(0.5,) * 40)[1],
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],

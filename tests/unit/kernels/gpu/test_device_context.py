@@ -1,9 +1,13 @@
 """Keys on several GPU ranks, and prompts divided among ranks, interpreted, over gloo: the bits of one rank."""
 
+import threading
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quire import LLM, SamplingParams
 from quire.contracts import memory as contracts_memory
@@ -11,6 +15,7 @@ from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
+from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model import device_context, device_rows
@@ -19,11 +24,17 @@ from quire.model.device_rows import RowRanks, divide_runs
 from quire.parallel.communicator import CountingCommunicator
 from quire.worker import context_parallel, parallel_launch
 from quire.worker import memory as worker_memory
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor
+from quire.worker.device.graphs import StepGraphs
+from quire.worker.device.host_step import HostStep
+from quire.worker.device.launched_step import Kept, StepSizes
 from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.test_recorded_prompts import LogRecorder, Operations
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
 from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of, tokens_of
 from tests.unit.speculate.proposers import PROPOSERS, install
@@ -33,7 +44,7 @@ pytestmark = [
     pytest.mark.usefixtures("few_programs"),
 ]
 
-BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 16
+BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 20
 FIRSTS = (1, 0)  # the ranks of the sequences' first chunks
 RUNS = [(33, 2), (1, 1)]  # new tokens of both sequences in each step
 MORE_RUNS = [(40, 3), (1, 29), (26, 2)]
@@ -46,10 +57,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(device_context, "CHUNK", CHUNK)
 
 
-def tables_of(size):
+def tables_of(size, firsts=FIRSTS):
     """Return block tables whose chunks are on the ranks in turn."""
-    taken, tables = [0] * size, torch.zeros(len(FIRSTS), 96 // BLOCK, dtype=torch.int64)
-    for sequence, first in enumerate(FIRSTS):
+    taken, tables = [0] * size, torch.zeros(len(firsts), 96 // BLOCK, dtype=torch.int64)
+    for sequence, first in enumerate(firsts):
         for index in range(tables.shape[1]):
             rank = (first + index * BLOCK // CHUNK) % size
             tables[sequence, index] = rank * BLOCKS_PER_RANK + taken[rank]
@@ -89,14 +100,124 @@ def short(name):
     return replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
 
 
+# Recorded decode steps
+
+RECORDING = threading.local()
+LINES = (1, 0, 1)  # the ranks of the first chunks of three sequences
+SIZES = StepSizes(4, 40, 96)
+FEW_STEPS = [{0: 1, 1: 1}] * 2
+# Contexts grow past the ends of chunks; there are ranks without a key of a sequence, padding, and sequences that end and begin.
+STEPS = [
+    *FEW_STEPS,
+    {0: 1, 1: 1, 2: 1},
+    {2: 1, 0: 1, 1: 1},
+    {1: None},
+    {1: 2, 0: 1},
+    {1: 1},
+    {2: 1, 1: 1},
+    {1: 1},
+]
+
+
+class RankRecorder(LogRecorder):
+    """Records what one thread does."""
+
+    def log_of(self, step):
+        RECORDING.log = []
+        with Operations(RECORDING.log):
+            step()
+        return vars(RECORDING).pop("log")
+
+
+def noted(run, *arguments):
+    """Do something that no operation of torch does, and note it."""
+    if (log := getattr(RECORDING, "log", None)) is not None:
+        log.append(partial(run, *arguments))
+    with _disable_current_modes():
+        run(*arguments)
+
+
+def fill_caches(pool, pools):
+    """Have keys and values of earlier tokens, the same on one rank and on several."""
+    generator = torch.Generator().manual_seed(2)
+    for layer, cache in enumerate(pool.caches):
+        for number, part in enumerate(cache):
+            if part is not None:
+                values = torch.rand(part.shape, generator=generator) * (0.02 if number > 1 else 1)
+                part.copy_(values * 127 if part.dtype == torch.int8 else values)
+                for rank, own in enumerate(pools):
+                    own.caches[layer][number][:BLOCKS_PER_RANK] = part[rank * BLOCKS_PER_RANK :][:BLOCKS_PER_RANK]
+
+
+def decoded(stepper, size, steps):
+    """Return the logits of steps, each as new tokens of sequences; None: the sequence ends."""
+    tables, lengths, found = tables_of(size, LINES).numpy(), [31, 3, 63], []
+    changes = BlockTableUpdates([(line, 0, tuple(table.tolist())) for line, table in enumerate(tables)])
+    with torch.inference_mode():
+        for runs in steps:
+            if None in runs.values():
+                lengths = [0 if line in runs else length for line, length in enumerate(lengths)]
+                continue
+            positions = [np.arange(lengths[line], lengths[line] + count) for line, count in runs.items()]
+            slots = [tables[line, own // BLOCK] * BLOCK + own % BLOCK for line, own in zip(runs, positions, strict=True)]
+            for line, count in runs.items():
+                lengths[line] += count
+            ends, lines = np.array([lengths[line] for line in runs], np.int32), np.array(list(runs), np.int32)
+            ids, counts = (np.concatenate(positions) * 7 + 3) % 61, tuple(runs.values())
+            of_tokens = ids, np.concatenate(positions), np.concatenate(slots), np.cumsum(counts) - 1
+            step = HostStep(counts, lines, ends, *of_tokens, lines, ends.astype(np.int64))
+            launched = stepper.launch(step, "plain", changes, Kept(logits=True))
+            stepper.read_sampled(launched)
+            found.append(launched.logits[: len(runs)].clone())
+            changes = BlockTableUpdates([])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype", "is_in_order", "steps"),
+    [
+        ("qwen3", 2, "float32", True, FEW_STEPS),
+        *(
+            pytest.param(*case, STEPS, marks=pytest.mark.slow)
+            for case in (("qwen3", 3, "int8", False), ("latent", 2, "fp8", False), ("gpt-oss", 2, "float32", True),
+                         ("gemma", 3, "float32", False))
+        ),
+    ],
+)  # fmt: skip
+def test_recorded_steps_give_the_logits_of_one_rank_when_ranks_share_the_tokens(
+    name, size, dtype, is_in_order, steps, device, monkeypatch
+):
+    spec, run = short(name), Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: noted(run, launch))
+    decoder = DeviceDecoder(spec, parameters_of(spec), 96, device, None, is_in_order)
+    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 96, device, is_in_order, context_size=size)
+    pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
+    fill_caches(pool, pools)
+    expected = decoded(GpuStepExecutor(decoder, pool, SIZES, StepGraphs()), size, steps)
+    recorders = [RankRecorder(monkeypatch) for _ in range(size)]
+    for each in ranks.communicators:
+        each.all_gather = partial(noted, each.all_gather)
+
+    def act(decoder, rank):
+        stepper = recorders[rank].stepper = GpuStepExecutor(decoder, pools[rank], SIZES, StepGraphs(recorders[rank]))
+        return decoded(stepper, size, steps)
+
+    for found in ranks.call(act):
+        check(expected, found, is_in_order)
+    num_decoded = sum(set(each.values()) == {1} for each in steps)
+    num_kinds = len({1 << (len(each) - 1).bit_length() for each in steps if set(each.values()) == {1}})
+    assert {(each.num_recorded, each.num_replayed) for each in recorders} == {(num_kinds, num_decoded - num_kinds)}
+    ranks.close()
+
+
 QUICK = ("qwen3", 2, "float32", True)
 CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", False),
          ("gemma", 2, "float32", True), ("olmo", 3, "int8", False)]  # fmt: skip
 
 
 def cases(*names):
-    chosen = [case for case in CASES if case[0] in names]
-    return [(*QUICK, RUNS), *(pytest.param(*case, MORE_RUNS, marks=pytest.mark.slow) for case in chosen)]
+    return [pytest.param(*case, MORE_RUNS, marks=pytest.mark.slow) for case in CASES if case[0] in names]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +233,7 @@ def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dt
     ranks.close()
 
 
-@pytest.mark.parametrize(("name", "size", "dtype", "is_in_order", "all_runs"), cases("latent", "olmo"))
+@pytest.mark.parametrize(("name", "size", "dtype", "is_in_order", "all_runs"), [(*QUICK, RUNS), *cases("latent", "olmo")])
 def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, all_runs, device, monkeypatch):
     monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
     spec = short(name)
@@ -243,7 +364,8 @@ def test_tokens_are_those_of_one_rank_when_blocks_are_copied_sequences_preempted
     prompts = [list(range(first, first + count)) for first, count in ((9, 30), (70, 31), (130, 29))]
     choices = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
     expected, copied = [], []
-    drafting = [{"speculative_config": {"method": "ngram"}}] if DCP in layout else []  # rows of short runs are not divided
+    drafts = {"speculative_config": {"method": "ngram"}, "deterministic": False}
+    drafting = [drafts] if DCP in layout else []  # rows of short runs are not divided
     for more in ({}, layout, *drafting):
         llm = engine(qwen, num_kv_blocks=8, max_num_seqs=3, **(layout | more if more else {}))
         if "speculative_config" in more:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.errors import DeviceLostError
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
 from quire.kernels.triton.attention import KvCache, attend
@@ -14,6 +15,7 @@ from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.worker.device import gpu_executor
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
@@ -208,3 +210,11 @@ def test_a_library_attends_the_steps_that_are_launched_one_by_one(device):
         found.append([*first, *sampled(stepper, decode([0], [4], first))])
     assert found[0] == found[1]
     assert library.lengths == [(3,)]
+
+
+def test_nobody_waits_for_a_device_whose_group_has_ended(device, monkeypatch):
+    """It may wait for a rank that is gone."""
+    stepper, _ = make_stepper(device, 1)
+    monkeypatch.setattr(gpu_executor, "is_lost", lambda device: pytest.fail("waited for"))
+    with pytest.raises(DeviceLostError, match="rank 1"), stepper.step_scope():
+        raise DeviceLostError("rank 1 has ended", 1)

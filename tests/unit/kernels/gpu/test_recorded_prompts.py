@@ -56,6 +56,7 @@ class Operations(TorchDispatchMode):
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero"), "the host reads what a recording computes"
         out = func(*args, **(kwargs or {}))
         if not func.name().startswith("aten::empty"):
             self.log.append(partial(self.again, func, args, kwargs or {}, out))
@@ -84,16 +85,7 @@ class LogRecorder:
         lasting = [*own.lasting_tensors, *self.more]
         lasting += [part for cache in own.kv_pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
-        log, run = [], Launch.run
-
-        def noted(launch):
-            log.append(partial(run, launch))
-            with _disable_current_modes():
-                run(launch)
-
-        with self.monkeypatch.context() as patched, Operations(log):
-            patched.setattr(Launch, "run", noted)
-            step()
+        log = self.log_of(step)
         for part, old in zip(lasting, before, strict=True):
             part.copy_(old)
         self.num_recorded += 1
@@ -104,6 +96,20 @@ class LogRecorder:
                 operation()
 
         return replay
+
+    def log_of(self, step):
+        """Run a step; return what does it again."""
+        log, run = [], Launch.run
+
+        def noted(launch):
+            log.append(partial(run, launch))
+            with _disable_current_modes():
+                run(launch)
+
+        with self.monkeypatch.context() as patched, Operations(log):
+            patched.setattr(Launch, "run", noted)
+            step()
+        return log
 
 
 def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32", sizes=SIZES):

@@ -1,16 +1,18 @@
 """How the memory of a device is divided, with one that only says numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from quire.model.parameters import parameter_shapes
 from quire.worker.device.memory import (
+    CudaMemory,
     DeviceUsage,
     MemoryBefore,
     Recordings,
@@ -335,3 +337,23 @@ def test_each_home_has_as_many_blocks_as_its_rank_holds():
         config(gpu_memory_utilization=0.15, **homes), kv(), usage, 1000, 8192, draft_block_bytes=kv().bytes_per_block
     )
     assert drafting.num_local_blocks == alone.num_kv_blocks // 5
+
+
+def test_a_gpu_is_waited_for_around_a_run_but_not_when_a_rank_has_ended_for_which_it_waits(monkeypatch):
+    done, numbers = [], iter([100, 130])
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: done.append("recorded")))
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: next(numbers))
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    device = torch.device("cuda", 0)
+    assert CudaMemory(device, lambda event: done.append("waited")).peak_of(lambda: done.append("run")) == 30
+    waited = ["recorded", "waited"]
+    assert done == [*waited, "reset_peak_memory_stats", "run", *waited, "empty_cache"]
+
+    def fail(event):
+        raise WorkerError("rank 1 has ended", 1)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
+    with pytest.raises(WorkerError, match="rank 1"):
+        CudaMemory(device, fail).taken_by(lambda: done.append("run"))
