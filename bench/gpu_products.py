@@ -15,12 +15,12 @@ from quire.kernels.triton.float8 import float8_launches, quantize
 from quire.kernels.triton.fused_linear import Epilogue
 from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch
 from quire.kernels.triton.hopper_attention import runs_on
-from quire.kernels.triton.hopper_linear import MOST_OF_FEW, many_tokens_launches
+from quire.kernels.triton.hopper_linear import MOST_OF_FEW, many_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import multiply_launches, widen
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
-from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
+from quire.kernels.triton.tiles import ManyTile
 
 Row = dict[str, object]
 _BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -109,17 +109,9 @@ def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tu
         yield "fused", lambda weight: multiply_codes_launch(fused, x, weight, norm, epilogue).run()
     if x.shape[0] <= 256:
         yield "dequantised in the kernel", launched(multiply_launches)
-    if kind == "int4" and x.shape[0] > MOST_OF_FEW and x.device.type == "cuda" and runs_on(x.device):
+    if kind == "int4" and x.shape[0] > MOST_OF_FEW and runs_on(x.device):
         for tokens in (64, 128, 256):
-            tile = {"is_specialized": True, "tokens": tokens, "num_stages": 3}
-            table = TileTable("any", "9.0", {"linear-many": (TileRule({}, tile),)}).over(active_table())
-
-            def many(weight: DeviceQuantizedWeight, table: TileTable = table) -> Tensor:
-                with using(table):
-                    run_all(many_tokens_launches(out, x, weight) or [])
-                return out
-
-            yield f"dequantised in registers for {tokens} tokens", many
+            yield f"dequantised in registers, {tokens}", launched(partial(many_launches, tile=ManyTile(tokens, 3)))
     if x.shape[0] >= 64:
         yield "dequantised, cuBLAS", lambda weight: torch.mm(x, widen(weight, x.dtype).t(), out=out)
     if x.shape[0] >= 64 and kind == "fp8":

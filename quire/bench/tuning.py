@@ -24,7 +24,7 @@ from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.fused_quantized import multiply_codes_launch
-from quire.kernels.triton.hopper_linear import many_tokens_launches
+from quire.kernels.triton.hopper_linear import many_launches, tile_of
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import multiply_launches, widen
 from quire.kernels.triton.moe import expert_launches
@@ -44,7 +44,7 @@ _CACHE_BYTES = 128 << 20  # more than a GPU's L2 cache
 _REPLAYS = 15
 _MANY_TOKENS = 1 << 30
 _NOT_RUN = ("linear-many",)
-"""Kernels that are tuned only where they are named: they have not run on a GPU, and a fault in their barriers would stop it."""
+"""Kernels that are tuned only where they are named: they have not run on a GPU, which a fault in their barriers would stop."""
 
 Tile = Mapping[str, int | bool]
 
@@ -324,15 +324,14 @@ class _Shapes:
         return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most, "has_offsets": False}, make, candidates)
 
     def many(self, most: int) -> TuningCase:
-        # After the tiles of the kernel that is used otherwise.
         weight, num_tokens = self._integers(self._rows, self._columns), self._num_tokens(most, 2048)
         x, out = (self._random(num_tokens, size) for size in (self._columns, self._rows))
 
         def make() -> Sequence[Launch | WidenedProduct]:
-            launches = many_tokens_launches(out, x, weight)
-            if launches is None and num_tokens >= WIDENED_FROM:
-                return [WidenedProduct(out, x, weight)]
-            return launches or multiply_launches(out, x, weight)
+            tile = tile_of(x, weight)
+            if tile is not None:
+                return many_launches(out, x, weight, tile)
+            return [WidenedProduct(out, x, weight)] if num_tokens >= WIDENED_FROM else multiply_launches(out, x, weight)
 
         found = _grid(is_specialized=(True,), tokens=(64, 128), num_stages=(3, 4))
         found += _grid(is_specialized=(True,), tokens=(256,), num_stages=(2, 3))

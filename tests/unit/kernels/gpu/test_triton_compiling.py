@@ -308,6 +308,8 @@ MOST_STACK_BYTES = 32
 
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
+    if name.startswith("linear-many"):
+        return (90,)
     of_weights = name.startswith(("linear", "widen", "moe", "codes"))
     return OTHER_ARCHS[2:] if "float8" in name or ("fp8" in name and not of_weights) else OTHER_ARCHS
 
