@@ -177,7 +177,7 @@ def multiply_dequantised(
     x_desc, codes_desc  x [T, NUM_COLUMNS] and the codes of linear_kernels.multiply_packed as pairs [NUM_ROWS, NUM_COLUMNS / 4]
                         i16, in boxes of [TOKENS, RUN / 2] and [64, RUN / 4]
     scales, offsets     [NUM_ROWS, NUM_COLUMNS / GROUP] f32
-    NUM_SPLITS          parts of sums, each of an even number of runs; if there are several, out is [NUM_SPLITS, T, NUM_ROWS] f32
+    NUM_SPLITS          parts of sums, of an even number of runs each; with several, out is [NUM_SPLITS, T, NUM_ROWS] f32
     """
     STEPS: gl.constexpr = NUM_COLUMNS // RUN // NUM_SPLITS
     NUM_ROW_TILES: gl.constexpr = (NUM_ROWS + _ROWS - 1) // _ROWS
