@@ -62,19 +62,9 @@ def kv_cache(num_heads, block_size, head_dim, kv_dtype):
 
 
 def attention_launches(
-    count=1,
-    head_dim=128,
-    heads=(32, 8),
-    kv_dtype=BF16,
-    dtype=BF16,
-    block_size=64,
-    has_tree=False,
-    num_tokens=4096,
-    has_sinks=False,
-    is_in_order=False,
-    prompt_tile=PLAIN_TILE,
-    **spec,
-):
+    count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, num_tokens=4096,
+    has_sinks=False, is_in_order=False, prompt_tile=PLAIN_TILE, **spec
+):  # fmt: skip
     num_sequences, length = 4, num_tokens
     starts = [count * index for index in range(num_sequences + 1)]
     trees = None
@@ -175,26 +165,26 @@ def logprob_launch(index, vocab_size=151936):
     return logprob_launches(out, meta(64, vocab_size), ids, num_tops)[index]
 
 
-def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
-    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
-    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
-    weights = meta(num_experts, 2 * inner, width), meta(num_experts, width, inner)
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+def expert_weights(dtype, scale_rows, inner, width):
+    """Of 128 experts; torch.uint8: of 4-bit integers."""
+    shapes = (2 * inner, width), (width, inner)
+    if dtype == BF16:
+        return [meta(128, *shape) for shape in shapes]
+    return [quantized_weight(dtype, scale_rows, shape=(128 * rows, columns)) for rows, columns in shapes]
+
+
+def expert_launch(index, num_tokens, dtype=BF16, scale_rows=1, is_in_order=False, extra=None, inner=768, width=2048):
+    x, weights = meta(num_tokens, width), expert_weights(dtype, scale_rows, inner, width)
+    out, logits, spec = meta(num_tokens, width), meta(num_tokens, 128), MoeSpec(128, 8, MlpSpec(inner, "silu"))
+    with noted_launches():  # of routes that adapters read
+        return expert_launches(out, x, logits, spec, *weights, is_in_order, extra)[index]
 
 
 def adapted_expert_launch(index, num_tokens, dtype, inner=768, width=2048):
-    """Experts whose products get what adapters add; torch.uint8: of 4-bit integers."""
-    spec, num_pairs = MoeSpec(128, 8, MlpSpec(inner, "silu")), 8 * num_tokens
-    weights = [meta(128, 2 * inner, width), meta(128, width, inner)]
-    if dtype == torch.uint8:
-        weights = [quantized_weight(dtype, shape=(128 * each.shape[1], each.shape[2])) for each in weights]
-    added = {"gate_up": meta(num_pairs, 2 * inner), "down": meta(num_pairs, width)}
+    """Experts whose products get what adapters add."""
+    added = {"gate_up": meta(8 * num_tokens, 2 * inner), "down": meta(8 * num_tokens, width)}
     extra = ExpertExtras(adapters=lambda experts: lambda name, x, num_slots: added[name])
-    with noted_launches():  # of the routes
-        launches = expert_launches(
-            meta(num_tokens, width), meta(num_tokens, width), meta(num_tokens, 128), spec, *weights, extra=extra
-        )
-    return launches[index]
+    return expert_launch(index, num_tokens, dtype, extra=extra)
 
 
 def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
@@ -233,15 +223,6 @@ def quantized_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096))
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
     scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
     return DeviceQuantizedWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
-
-
-def quantized_expert_launch(index, num_tokens, dtype, scale_rows=1, is_in_order=False, inner=768, width=2048):
-    num_experts = 128
-    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
-    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
-    shapes = (num_experts * 2 * inner, width), (num_experts * width, inner)
-    weights = [quantized_weight(dtype, scale_rows, shape=shape) for shape in shapes]
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, is_in_order)[index]
 
 
 def linear_launch(dtype, num_tokens, index=0, **options):
@@ -357,7 +338,6 @@ def prefill(kv_dtype=BF16, **options):
 
 
 def verify(kv_dtype=BF16, **options):
-    """Of a tree of three drafts."""
     return decode(kv_dtype, count=4, has_tree=True, **options)
 
 
@@ -481,13 +461,13 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-gate-up-1024": lambda: expert_launch(3, 1024),
     "moe-gate-up-4096": lambda: expert_launch(3, 4096),
     "moe-down-4096": lambda: expert_launch(4, 4096),
-    "moe-4-1": lambda: quantized_expert_launch(1, 1, torch.uint8),
-    "moe-4-1024": lambda: quantized_expert_launch(3, 1024, torch.uint8),
-    "moe-fp8-64": lambda: quantized_expert_launch(3, 64, FP8, 128),
-    "moe-fp8-4096": lambda: quantized_expert_launch(3, 4096, FP8, 128, True),
-    "moe-fp8-down-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128, True),
-    "moe-float8-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128),
-    "moe-float8-down-4096": lambda: quantized_expert_launch(6, 4096, FP8, 128),
+    "moe-4-1": lambda: expert_launch(1, 1, torch.uint8),
+    "moe-4-1024": lambda: expert_launch(3, 1024, torch.uint8),
+    "moe-fp8-64": lambda: expert_launch(3, 64, FP8, 128),
+    "moe-fp8-4096": lambda: expert_launch(3, 4096, FP8, 128, True),
+    "moe-fp8-down-4096": lambda: expert_launch(4, 4096, FP8, 128, True),
+    "moe-float8-4096": lambda: expert_launch(4, 4096, FP8, 128),
+    "moe-float8-down-4096": lambda: expert_launch(6, 4096, FP8, 128),
     "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
     "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
     "moe-clamped-4-64": lambda: clamped_expert_launch(3, 64, True),
