@@ -185,6 +185,10 @@ OTHER_LIMITS = {
     "linear-8-offset": (128, {"HGMMA": 8, "wide_copies": 4}),
     "linear-4-4096": (255, {"HGMMA": 8, "wide_copies": 16}),
     "linear-add": (40, {}),
+    "linear-many": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-many-offset": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-many-f16": (168, {"HGMMA": 16, "UTMALDG": 4}),
+    "linear-many-floats": (168, {"HGMMA": 8, "UTMALDG": 4}),
     "widen-4": (40, {}),
     "widen-fp8-rows": (40, {}),
     "dense-1": (48, {"HGMMA": 4, "wide_copies": 16}),
@@ -304,6 +308,8 @@ MOST_STACK_BYTES = 32
 
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
+    if name.startswith("linear-many"):
+        return (90,)
     of_weights = name.startswith(("linear", "widen", "moe", "codes"))
     return OTHER_ARCHS[2:] if "float8" in name or ("fp8" in name and not of_weights) else OTHER_ARCHS
 
@@ -345,6 +351,8 @@ def exceeded(found):
         most["FFMA"] = 0
     if name.startswith(("linear", "dense")):  # sums that threads share have an order that depends on the tile
         most["SHFL"] = 0
+    if name.startswith("linear-many"):  # where the assembler lets products go on only one after the other it waits for each
+        most["WARPGROUP.DEPBAR"] = 4
     over = [f"{name}: {key} {found[key]} > {limit}" for key, limit in most.items() if found.get(key, 0) > limit]
     return over + [f"{name}: {key} {found.get(key, 0)} < {limit}" for key, limit in least.items() if found.get(key, 0) < limit]
 
