@@ -76,7 +76,7 @@ def _close(llm, pids, before):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "ranks"), [("demo", RANKS), ("demo", STAGES), ("demo-moe", STAGES)])
+@pytest.mark.parametrize(("model", "ranks"), [("demo", RANKS), ("demo-moe", STAGES)])
 def test_processes_give_the_tokens_of_one_and_leave_nothing(model, ranks):
     before = left_behind()
     one = LLM(model, **OPTIONS)
@@ -94,9 +94,7 @@ def test_processes_give_the_tokens_of_one_and_leave_nothing(model, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.covering
-@pytest.mark.parametrize("worker", [0, 1, "rank"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("worker", "sent"), [(0, signal.SIGKILL), (1, signal.SIGSTOP), ("rank", signal.SIGSTOP)])
 def test_a_process_that_is_killed_or_stopped_in_a_step_ends_the_engine_soon(worker, sent):
     before = left_behind()
     llm = LLM("demo", **(RANKS if worker == "rank" else STAGES), **OPTIONS)

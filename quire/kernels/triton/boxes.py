@@ -9,6 +9,7 @@ from typing import Protocol
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+
 class HasAddress(Protocol):
     """A tensor, or what stands for one where none is needed."""
 

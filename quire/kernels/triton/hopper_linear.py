@@ -1,4 +1,4 @@
-"""The launches of hopper_linear_kernels.multiply_dequantised, and which products it computes."""
+"""Products of many tokens with 4-bit weights by hopper_linear_kernels.multiply_dequantised."""
 
 from __future__ import annotations
 
@@ -8,61 +8,57 @@ from torch import Tensor
 from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.hopper_attention import runs_on
-from quire.kernels.triton.hopper_linear_kernels import GROUP_ROWS, ROWS, multiply_dequantised
+from quire.kernels.triton.hopper_linear_kernels import ROWS, multiply_dequantised
 from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import add_splits_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
-from quire.kernels.triton.tiles import many_tile
+from quire.kernels.triton.tiles import ManyTile, many_tile
 
 MOST_OF_FEW = 64
 """Tokens up to which other kernels compute the product, which is then bound by reading the weight."""
 _MOST_SPLITS = 4
-_ALIGNED = 8  # elements of 16 bits
 
 
 def multiply_many(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor | None:
-    """Return x @ weight^T (+ bias) as linear.multiply does, [T, O]; None where many_tokens_launches returns None."""
-    if len(x) <= MOST_OF_FEW or not runs_on(x.device):
+    """Return x @ weight^T (+ bias) as linear.multiply does; None where another kernel is to compute it."""
+    tile = tile_of(x, weight)
+    if tile is None:
         return None
-    x = x if weight.columns is None else x.index_select(1, weight.columns)
-    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    launches = many_tokens_launches(out, x, weight, bias)
-    if launches is None:
-        return None
-    run_all(launches)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    run_all(many_launches(out, x, weight, tile, bias))
     return out
 
 
-def many_tokens_launches(
-    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None
-) -> list[Launch] | None:
-    """Return the launches that write x @ weight^T (+ bias) to out: weights are rounded to x's dtype, as `widen` rounds them
-    up to the last bit of f32, and sums are f32.
+def tile_of(x: Tensor, weight: DeviceQuantizedWeight) -> ManyTile | None:
+    """Return the tile of the product of x [T, K]; None where the table of tiles chooses none, or there is none.
 
-    out, x, bias  as in linear.multiply_launches; the columns of x are already in the stored order
-
-    None where the table of tiles does not choose this kernel, or it does not compute such a product: it is for Hopper, more than
-    64 tokens of 16-bit floats in one piece, and packed codes whose columns consist of pairs of runs. Sums are split by the number
-    of tiles, so that the bits of a row depend on the number of tokens.
+    The kernel is for Hopper, more than 64 tokens of 16-bit floats in one piece, and packed codes in order, in pairs of runs.
     """
-    num_tokens, (num_rows, num_columns) = len(x), weight.shape
-    is_known = weight.is_packed and weight.scale_rows == 1 and num_columns % (2 * weight.run) == 0
-    is_placed = x.is_contiguous() and x.storage_offset() % _ALIGNED == 0 and x.dtype in (torch.bfloat16, torch.float16)
-    if num_tokens <= MOST_OF_FEW or not (is_known and is_placed and runs_on(x.device)):
+    is_known = weight.is_packed and weight.columns is None and weight.shape[1] % (2 * weight.run) == 0
+    is_placed = x.is_contiguous() and x.storage_offset() % 8 == 0 and x.dtype in (torch.bfloat16, torch.float16)
+    if x.shape[0] <= MOST_OF_FEW or not (is_known and is_placed and runs_on(x.device)):
         return None
-    tile = many_tile(num_tokens, x.dtype, num_rows)
-    if tile is None:
-        return None
-    at_once, num_pairs = device_traits().num_multiprocessors, num_columns // (2 * weight.run)
-    num_tiles = -(-num_rows // ROWS) * -(-num_tokens // tile.tokens)
+    return many_tile(x.shape[0], x.dtype, weight.shape[0])
+
+
+def many_launches(
+    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, tile: ManyTile, bias: Tensor | None = None
+) -> list[Launch]:
+    """Return the launches that write x @ weight^T (+ bias) to out, with weights rounded as by linear.widen, and sums in f32.
+
+    out, x, bias  as in linear.multiply_launches. The bits of a row depend on the number of tokens, by which sums are split
+    """
+    num_tokens, (num_rows, num_columns) = x.shape[0], weight.shape
+    at_once = device_traits().num_multiprocessors
+    num_tiles, num_pairs = -(-num_rows // ROWS) * -(-num_tokens // tile.tokens), num_columns // (2 * weight.run)
     splits = 1
     while splits < _MOST_SPLITS and 2 * splits * num_tiles <= at_once and num_pairs % (2 * splits) == 0:
         splits *= 2
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-    words = weight.codes.view(torch.int16)
+    pairs = weight.codes.view(torch.int16)
     arguments = {
         "x_desc": Boxes(x, (num_tokens, num_columns), (tile.tokens, weight.run // 2)),
-        "codes_desc": Boxes(words, (num_rows, words.shape[1]), (GROUP_ROWS, weight.run // 4)),
+        "codes_desc": Boxes(pairs, (num_rows, num_columns // 4), (ROWS // 2, weight.run // 4)),
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "bias_ptr": bias if splits == 1 else None,
@@ -79,5 +75,5 @@ def many_tokens_launches(
         "NUM_SPLITS": splits,
         "STAGES": tile.num_stages,
     }
-    launch = Launch(multiply_dequantised, (min(num_tiles * splits, at_once),), arguments, constants, num_warps=4, num_stages=1)
+    launch = Launch(multiply_dequantised, (min(num_tiles * splits, at_once),), arguments, constants, 4, 1)
     return [launch] if splits == 1 else [launch, add_splits_launch(out, parts, bias)]

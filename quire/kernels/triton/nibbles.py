@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED, cast_to
 
+
 def _to_f32(*order: int) -> tl.constexpr:
     """Return the assembly that converts four bytes ($8): the low bits of each, then the high bits of each, go to $`order`.
 
@@ -25,7 +26,9 @@ def _to_f32(*order: int) -> tl.constexpr:
     return tl.constexpr(lines + "}")
 
 
-_TO_F32, _PAIRS_TO_F32 = _to_f32(0, 1, 2, 3, 4, 5, 6, 7), _to_f32(0, 2, 1, 3, 4, 6, 5, 7)
+_TO_F32 = _to_f32(0, 1, 2, 3, 4, 5, 6, 7)
+PAIRS_TO_F32 = _to_f32(0, 2, 1, 3, 4, 6, 5, 7)
+"""Of two pairs of bytes: the low bits of both first bytes, those of both second bytes, then the high bits likewise."""
 
 
 def _to_halves(power: str, one: str, kind: str) -> tl.constexpr:
@@ -82,23 +85,6 @@ def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
         ZERO: tl.constexpr = None if BASE is None else 0
         low, high = numbers_of(codes & 15, ZERO), numbers_of(codes >> 4, ZERO)
     return low, high
-
-
-@triton.jit
-def split_pairs(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
-    """Return as split_codes the low bits of the first and of the second byte of pairs, u16, then the high bits of both."""
-    if BASE is not None and not INTERPRETED:
-        return tl.inline_asm_elementwise(
-            _PAIRS_TO_F32,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [codes],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=2,
-        )
-    ZERO: tl.constexpr = None if BASE is None else 0
-    first, second = numbers_of(codes & 15, ZERO), numbers_of(codes >> 8 & 15, ZERO)
-    return first, second, numbers_of(codes >> 4 & 15, ZERO), numbers_of(codes >> 12 & 15, ZERO)
 
 
 @triton.jit

@@ -119,17 +119,17 @@ class GluonEmulation:
                 expect=lambda barrier, num_bytes: barrier.update(1, num_bytes),
                 arrive=lambda barrier: barrier.update(1, 0),
             ),
-            "_copy_box": self._copy,
-            "_synchronise": lambda: None,
+            "copy_box": self._copy,
+            "synchronise": lambda: None,
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_init": lambda acc: acc,
             "warpgroup_mma_wait": self._wait,
-            "split_pairs": _split_pairs,
         }
         for name, value in vars(module).items():
             if isinstance(value, gluon._runtime.GluonJITFunction):
                 scope[name] = types.FunctionType(value.fn.__code__, scope, name)
+        scope["_split_pairs"] = _split_pairs
         self._scope = scope
 
     def run(self, launch):
@@ -210,7 +210,7 @@ def _load(pointer, mask=None, other=None):
 
 
 def _split_pairs(codes, base):
-    """As nibbles.split_pairs, whose assembly has tests of its own."""
+    """As the kernel's, whose assembly test_nibbles.py executes."""
     bits = codes.int() & 0xFFFF
     magnitudes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)
     numbers = torch.arange(16.0) if base is not None else torch.cat((magnitudes, -magnitudes))
