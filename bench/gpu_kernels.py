@@ -18,16 +18,13 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
-from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.launching import Launch, run_all
-from quire.kernels.triton.linear import in_order_launches, multiply_launches
+from quire.kernels.triton.linear import in_order_launches
 from quire.kernels.triton.moe import expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.qk_rope_store import Projections, place_heads_launch, rope_table
-from quire.kernels.triton.quantized_weights import pack_float8, pack_integers
 from quire.kernels.triton.sampling import Choices, row_options, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 _CACHE_BYTES = 120 << 20
 _MAX_COPIES = 16
@@ -67,18 +64,6 @@ class Shapes:
         """The last tokens of one sequence."""
         return self._attention(f"attend prefill {num_tokens} of {length}", 1, length, num_tokens)
 
-    def specialized(self, num_tokens: int, length: int, keys: int, num_stages: int, takes_turns: bool) -> Case:
-        """The same by the kernel for Hopper, which the table of tiles may choose."""
-        case = self.prefill(num_tokens, length)
-        tile = {"is_specialized": True, "keys": keys, "num_stages": num_stages, "takes_turns": takes_turns}
-        table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, tile),)})
-
-        def make() -> list[Launch]:
-            with using(table.over(active_table())):
-                return case.make()
-
-        return replace(case, name=f"{case.name}, {keys} keys x {num_stages}{', in turns' if takes_turns else ''}", make=make)
-
     def with_float8_cache(self, num_sequences: int, length: int) -> Case:
         """One token for each of some sequences, keys and values in float8 with a scale per token and head."""
         name = f"attend decode {num_sequences} x {length}, fp8 cache"
@@ -93,18 +78,10 @@ class Shapes:
         self, name: str, num_sequences: int, length: int, count: int, kv_dtype: torch.dtype = BF16, window: int | None = None
     ) -> Case:
         spec = replace(self.spec, window=window)
-        num_blocks = -(-length // _PAGE)
-        shape = (num_sequences * num_blocks, spec.num_kv_heads, _PAGE, spec.head_dim)
 
         def make() -> list[Launch]:
-            tables = torch.randperm(shape[0]).view(num_sequences, num_blocks)
-            starts = [count * index for index in range(num_sequences + 1)]
-            step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
-            q = self.random(starts[-1], spec.num_heads, spec.head_dim)
-            stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
-            scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
-            cache = KvCache(*stored, *scales)
-            return attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(step, self.device), spec)
+            q, cache, step = self.attention_inputs(num_sequences, length, count, kv_dtype)
+            return attend_launches(torch.empty_like(q), q, cache, step, spec)
 
         kept_bytes = 2 * (spec.head_dim * kv_dtype.itemsize + (0 if kv_dtype == BF16 else 4))
         seen_keys = length if window is None else min(length, window + count - 1)
@@ -112,6 +89,20 @@ class Shapes:
         ends = range(length - count + 1, length + 1)
         seen = sum(ends) if window is None else sum(min(end, window) for end in ends)
         return Case(name, make, num_bytes, 4 * num_sequences * seen * spec.num_heads * spec.head_dim)
+
+    def attention_inputs(
+        self, num_sequences: int, length: int, count: int, kv_dtype: torch.dtype = BF16, page: int = _PAGE
+    ) -> tuple[Tensor, KvCache, DeviceAttentionMetadata]:
+        """Return q, keys and values, and the step, of the last `count` tokens of each of some sequences."""
+        num_blocks, spec = -(-length // page), self.spec
+        shape = (num_sequences * num_blocks, spec.num_kv_heads, page, spec.head_dim)
+        tables = torch.randperm(shape[0]).view(num_sequences, num_blocks)
+        starts = [count * index for index in range(num_sequences + 1)]
+        step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
+        stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
+        scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
+        q = self.random(starts[-1], spec.num_heads, spec.head_dim)
+        return q, KvCache(*stored, *scales), DeviceAttentionMetadata.of(step, self.device)
 
     def norm(self, num_tokens: int) -> Case:
         """The residual stream and its norm."""
@@ -176,32 +167,6 @@ class Shapes:
         used = min(num_experts, num_tokens * top_k)
         return Case(f"experts {num_tokens}", make, 6 * used * inner * width, 6 * num_tokens * top_k * inner * width)
 
-    def linear(self, num_tokens: int, num_bits: int) -> Case:
-        """A linear layer with integer weights."""
-        num_rows, num_columns, limit = self.inner, -(-self.hidden // 128) * 128, 1 << (num_bits - 1)
-
-        def make() -> list[Launch]:
-            codes = torch.randint(-limit, limit, (num_rows, num_columns), dtype=torch.int8)
-            weight = pack_integers(codes.to(self.device), torch.rand(num_rows, num_columns // 128, device=self.device))
-            return multiply_launches(self.random(num_tokens, num_rows), self.random(num_tokens, num_columns), weight)
-
-        flops = 2 * num_tokens * num_rows * num_columns
-        return Case(f"linear int{num_bits} {num_tokens}", make, num_rows * num_columns * num_bits // 8, flops)
-
-    def linear_float8(self, num_tokens: int, is_rounded: bool = False) -> Case:
-        """A linear layer with float8 weights in blocks of 128 x 128; is_rounded: with float8 inputs."""
-        launches_of = float8_launches if is_rounded else multiply_launches
-        num_rows, num_columns = (-(-size // 128) * 128 for size in (self.inner, self.hidden))
-
-        def make() -> list[Launch]:
-            codes = self.random(num_rows, num_columns).to(torch.float8_e4m3fn)
-            weight = pack_float8(codes, torch.rand(num_rows // 128, num_columns // 128, device=self.device), (128, 128))
-            return launches_of(self.random(num_tokens, num_rows), self.random(num_tokens, num_columns), weight)
-
-        flops = 2 * num_tokens * num_rows * num_columns
-        name = "linear fp8, fp8 inputs" if is_rounded else "linear fp8"
-        return Case(f"{name} {num_tokens}", make, num_rows * num_columns, flops)
-
     def linear_in_order(self, num_tokens: int) -> Case:
         """A linear layer with bf16 weights whose sums have one order."""
         num_rows, num_columns = self.inner, self.hidden
@@ -218,22 +183,17 @@ class Shapes:
         if self.is_tiny:
             return [
                 self.decode(2, 300), self.prefill(20, 90), self.norm(3), self.heads(3), self.activation(3),
-                self.sampler(2, False), self.sampler(2, True), self.experts(1), self.experts(9), self.linear(2, 4),
-                self.linear_float8(2), self.linear_float8(5, True), self.linear_in_order(3),
+                self.sampler(2, False), self.sampler(2, True), self.experts(1), self.experts(9), self.linear_in_order(3),
                 self.with_float8_cache(2, 300), self.with_window(1, 90, 5, 20),
             ]  # fmt: skip
         cases = [self.decode(num, length) for num, length in ((1, 1024), (1, 32768), (64, 1024), (64, 4096), (256, 600))]
         cases += [self.prefill(num, length) for num, length in ((2048, 2048), (8192, 8192), (2048, 32768))]
-        tiles = ((128, 2, True), (128, 3, True), (64, 4, True))
-        cases += [self.specialized(num, 8192, *tile) for num in (8192, 2048) for tile in tiles]
         cases += [self.with_float8_cache(num, length) for num, length in ((1, 32768), (64, 1024), (64, 4096))]
         cases += [self.with_window(64, 4096, 1, 1024), self.with_window(1, 8192, 8192, 1024)]
         cases += [self.sampler(num, has_cuts) for num in (1, 64, 256) for has_cuts in (False, True)]
         cases += [case(num) for num in (1, 64, 4096) for case in (self.norm, self.heads, self.activation)]
         cases += [self.experts(num) for num in (1, 8, 64, 1024, 4096)]
-        cases += [self.prefill(32, 32768), *(self.linear_float8(num, True) for num in (64, 256, 4096))]
-        cases += [self.linear(num, bits) for bits in (4, 8) for num in (1, 16, 64, 256)]
-        return cases + [case(num) for num in (1, 64, 256, 4096) for case in (self.linear_float8, self.linear_in_order)]
+        return [*cases, self.prefill(32, 32768), *(self.linear_in_order(num) for num in (1, 64, 256, 4096))]
 
 
 def time_case(case: Case) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gpu_launches import DeviceRecorder, measured_idle_share, stamped_recorder
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
@@ -28,6 +29,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_ranks import Collectives, DeviceRanks
 from quire.model.device_shards import DeviceShard
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.parameters import parameter_shapes
 from quire.quant.float8 import Float8Weight
 from quire.quant.quantize import LINEAR_LEVELS
@@ -114,20 +116,32 @@ class Place:
 
 
 def write_random_model(shape: Shape, folder: Path, seed: int = 0) -> Path:
-    """Write a checkpoint of that shape: normal weights of 0.02, norms of 1."""
+    """Write a checkpoint of that shape, if it is not there: normal weights of 0.02, norms of 1."""
+    return write_checkpoint(folder, shape.config(), dict(stored_shapes(shape)), seed)
+
+
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int, **given: torch.Tensor
+) -> Path:
+    """Write a checkpoint with random weights of these shapes, in bfloat16, and with given tensors, if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config()))
+    weights = folder / "model.safetensors"
+    if weights.exists():
+        return folder
+    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, size in _stored_shapes(shape):
-        is_norm = name.endswith("norm.weight")
-        drawn = torch.ones(size) if is_norm else torch.randn(size, generator=generator) * 0.02
+    tensors = dict(given)
+    for name, size in shapes.items():
+        drawn = torch.ones(size) if name.endswith("norm.weight") else torch.randn(size, generator=generator) * 0.02
         tensors[name] = drawn.to(torch.bfloat16)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    part = weights.with_suffix(".part")  # a section that is stopped leaves no half of it
+    save_file(tensors, str(part), metadata={"format": "pt"})
+    part.rename(weights)
     return folder
 
 
-def _stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of its checkpoint."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden)
     yield "model.norm.weight", (shape.hidden,)
@@ -154,58 +168,55 @@ def _stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{layer}mlp.{name}_proj.weight", size
 
 
-def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
-    """Yield what the public engine does with the small model: prompts, and the mixed workload."""
-    shape = TINY if place.is_tiny else SMALL
-    folder = write_random_model(shape, place.folder / shape.name)
-    num_seqs, longest = (4, 96) if place.is_tiny else (256, 8192 + 64)
-    options: dict[str, Any] = {
+def engine_options(place: Place) -> dict[str, Any]:
+    """Return the options of engines that are measured."""
+    return {
         "device": place.engine_device,
         "skip_tokenizer_init": True,
-        "max_num_seqs": num_seqs,
-        "max_model_len": longest,
+        "max_num_seqs": 4 if place.is_tiny else 256,
+        "max_model_len": 96 if place.is_tiny else 8192 + 64,
         "max_num_batched_tokens": 64 if place.is_tiny else 8192,
         "enable_prefix_caching": False,
         "num_kv_blocks": 16 if place.is_tiny else None,
     }
+
+
+def engine_rows(place: Place, until_s: float, is_ahead: bool = True) -> Iterator[Row]:
+    """Yield what the public engine does with the small model: prompts, decode steps, and the mixed workload.
+
+    is_ahead  steps are planned while the one before runs; else only the mixed workload is run
+    """
+    shape = TINY if place.is_tiny else SMALL
+    folder = write_random_model(shape, place.folder / shape.name)
     recorders = stamp_recordings()
-    llm = LLM(str(folder), **options)
-    _generate(llm, [[1, 2, 3]], [1])
-    for length in (20,) if place.is_tiny else (512, 2048, 8192):
+    llm = LLM(str(folder), async_scheduling=None if is_ahead else False, **engine_options(place))
+    generate(llm, [[1, 2, 3]], [1])
+    for length in () if not is_ahead else (9,) if place.is_tiny else (512, 2048, 8192):
         if time.perf_counter() > until_s:
             return
         seconds = min(
-            _generate(llm, _prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
+            generate(llm, random_prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
         )
         share = shape.prompt_flops(length) / seconds / place.flops_per_s
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
-    yield from _engine_decode_rows(place, shape, llm, until_s)
+    if is_ahead:
+        yield from engine_decode_rows(place, shape, llm, until_s)
     yield from _mixed_rows(place, shape, llm, recorders, until_s)
     llm.close()
-    if time.perf_counter() < until_s:
-        llm = LLM(str(folder), async_scheduling=False, **options)
-        yield from _mixed_rows(place, shape, llm, recorders, until_s)
-        llm.close()
 
 
-def _engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterator[Row]:
+def engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterator[Row]:
     """Yield how fast the public engine decodes, greedily: batch x (n - 1) / (T(n) - T(1)), the best of two."""
-    context, num_tokens = (20, 5) if place.is_tiny else (928, 65)  # 960 on average
+    context, num_tokens = (9, 3) if place.is_tiny else (928, 65)  # 960 on average
     for batch in (2,) if place.is_tiny else (1, 8, 64):
         if time.perf_counter() > until_s:
             return
-        prompts = _prompts(batch, (context, context), shape, batch)
-        _generate(llm, prompts, [num_tokens] * batch, 0.0)
-        pairs = [[_generate(llm, prompts, [n] * batch, 0.0) for n in (1, num_tokens)] for _ in range(2)]
+        prompts = random_prompts(batch, (context, context), shape, batch)
+        generate(llm, prompts, [num_tokens] * batch, 0.0)
+        pairs = [[generate(llm, prompts, [n] * batch, 0.0) for n in (1, num_tokens)] for _ in range(1 if place.is_tiny else 2)]
         seconds = min(last - first for first, last in pairs)
         row: Row = {"section": "engine decode", "model": shape.name, "batch": batch, "context": context + num_tokens // 2}
         yield {**row, "tokens_per_s": batch * (num_tokens - 1) / seconds}
-
-
-def start_options(place: Place) -> dict[str, Any]:
-    """Return the options of an engine that is started as its defaults have it, but for what a try without a GPU needs."""
-    options: dict[str, Any] = {"device": place.engine_device, "skip_tokenizer_init": True}
-    return options | {"max_num_seqs": 4, "max_model_len": 96, "num_kv_blocks": 16} if place.is_tiny else options
 
 
 def stamp_recordings() -> list[DeviceRecorder]:
@@ -225,8 +236,8 @@ def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceReco
 
     recorders  of engines, this one's last; empty where nothing is recorded
     """
-    count, sizes = (4, (5, 20)) if place.is_tiny else (256, (100, 1024))
-    prompts = _prompts(count, sizes, shape, 0)
+    count, sizes = (2, (5, 9)) if place.is_tiny else (256, (100, 1024))
+    prompts = random_prompts(count, sizes, shape, 0)
     lengths = [random.Random(1).randint(2, 3) for _ in prompts] if place.is_tiny else _lengths(count, sizes, 1)
     total = sum(lengths)
     for is_first in (True, False):  # the first time, steps of every size are compiled and recorded
@@ -234,7 +245,7 @@ def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceReco
             break
         steps = llm.llm_engine.stats.num_steps
         num_spans = len(recorders[-1].spans) if recorders else 0
-        seconds = _generate(llm, prompts, lengths)
+        seconds = generate(llm, prompts, lengths)
         row: Row = {"section": "mixed", "model": shape.name, "is_first": is_first, "output_tokens": total}
         row["is_ahead"] = llm.llm_engine.config.async_scheduling is not False
         row |= {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
@@ -249,14 +260,16 @@ def _lengths(count: int, sizes: tuple[int, int], seed: int) -> list[int]:
     return [generator.randint(*sizes) for _ in range(count)]
 
 
-def _prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> list[list[int]]:
+def random_prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> list[list[int]]:
+    """Return so many prompts of random tokens; sizes: the fewest and the most of one."""
     generator = random.Random(seed)
     return [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for length in _lengths(count, sizes, seed)]
 
 
-def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6) -> float:
+def generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6, **sampling: Any) -> float:
     """Return the seconds that prompts take to get so many tokens each."""
-    params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    common = {"temperature": temperature, "seed": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    params = [SamplingParams(max_tokens=n, **common) for n in lengths]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -294,10 +307,10 @@ class RandomModel(NamedTuple):
     weight_bytes: int
     common: Row
 
-    def stepper(self, place: Place, recorder: DeviceRecorder | None) -> GpuStepExecutor:
+    def stepper(self, place: Place, recorder: DeviceRecorder | None, adapters: DeviceAdapters | None = None) -> GpuStepExecutor:
         """Return what launches its steps, over a KV pool of its own."""
         pool = DeviceKvPool(self.kv, self.num_blocks, place.device)
-        return GpuStepExecutor(self.decoder, pool, self.sizes, StepGraphs(recorder))
+        return GpuStepExecutor(self.decoder, pool, self.sizes, StepGraphs(recorder), None, adapters)
 
 
 def decode_cases(place: Place) -> list[tuple[int, int]]:
@@ -338,7 +351,7 @@ def make_model(
 
 def prompt_lengths(place: Place) -> list[int]:
     """Return the tokens of the prompts that are timed, the longest first."""
-    return [20] if place.is_tiny else [8192, 2048, 512, 64]
+    return [9] if place.is_tiny else [8192, 2048, 512, 64]
 
 
 def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
@@ -383,6 +396,36 @@ def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: 
         row = {"section": "prompt", **model.common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
         row["step_us"] = seconds * 1e6
         yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
+    stepper.close()
+
+
+def adapter_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
+    """Yield the times of recorded steps whose tokens have LoRA adapters: none, one, or several in turn."""
+    compiled: list[Row] = []
+    model = make_model(place, shape, Options(), compiled)
+    yield from compiled
+    num_adapters, rank, num_steps = (2, 4, 2) if place.is_tiny else (8, 16, _STEPS)
+    held = DeviceAdapters(model.decoder.spec, num_adapters, rank, place.device)
+    for matrices in held.tensors():
+        matrices.normal_(std=0.02)
+    recorder = stamped_recorder(place.device)
+    stepper = model.stepper(place, recorder, held)
+    decodes, prompts = ([(2, 40)], [9]) if place.is_tiny else ([(1, 960), (8, 960), (64, 960)], [512, 2048])
+    for count, length in [*decodes, *((0, length) for length in prompts)]:
+        for used in (0, 1, num_adapters):
+            if used > max(count, 1):
+                continue
+            if time.perf_counter() > until_s:
+                return
+            numbers = np.arange(count or length, dtype=np.int32) % used if used else None
+            row: Row = {"section": "adapters", "model": shape.name, "rank": rank, "adapters": used}
+            if count:
+                seconds = time_steps(stepper, count, length, num_steps, numbers)
+                row |= {"batch": count, "context": length, "tokens_per_s": count / seconds}
+            else:
+                seconds = time_prompt(stepper, length, 1 if place.is_tiny else 5, numbers)
+                row |= {"tokens": length}
+            yield row | {"step_us": seconds * 1e6} | ({"error": recorder.errors[0]} if recorder.errors else {})
     stepper.close()
 
 
@@ -433,14 +476,16 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
     return total
 
 
-def time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> float:
-    """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such."""
+def time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int, adapters: NDArray[np.int32] | None = None) -> float:
+    """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such.
+
+    adapters  see HostStep
+    """
     changes = BlockTableUpdates([(0, 0, tuple(range(-(-num_tokens // _BLOCK_SIZE))))])
     places, line = np.arange(num_tokens), np.zeros(1, np.int32)
     lengths = np.full(1, num_tokens, np.int32)
-    step = HostStep(
-        (num_tokens,), line, lengths, np.ones(num_tokens, np.int64), places, places, places[-1:], line, lengths.astype(np.int64)
-    )
+    of_tokens = np.ones(num_tokens, np.int64), places, places, places[-1:]
+    step = HostStep((num_tokens,), line, lengths, *of_tokens, line, lengths.astype(np.int64), adapters=adapters)
     times: list[float] = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
@@ -450,8 +495,13 @@ def time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> fl
     return float(np.median(times[1:]))
 
 
-def time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: int) -> float:
-    """Return the median seconds of a step, with its read-back, of so many sequences of about that length."""
+def time_steps(
+    stepper: GpuStepExecutor, count: int, length: int, num_steps: int, adapters: NDArray[np.int32] | None = None
+) -> float:
+    """Return the median seconds of a step, with its read-back, of so many sequences of about that length.
+
+    adapters  see HostStep
+    """
     per_line = -(-(length + num_steps + WARM_UP_STEPS) // _BLOCK_SIZE)
     changes = BlockTableUpdates([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(count)])
     lines = np.arange(count, dtype=np.int32)
@@ -462,7 +512,7 @@ def time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: int
         slots = lines.astype(np.int64) * per_line * _BLOCK_SIZE + positions
         lengths = (positions + 1).astype(np.int32)
         rows = np.arange(count)
-        host = HostStep((1,) * count, lines, lengths, ids, positions, slots, rows, lines, positions + 1)
+        host = HostStep((1,) * count, lines, lengths, ids, positions, slots, rows, lines, positions + 1, adapters=adapters)
         started = time.perf_counter()
         stepper.read_sampled(stepper.launch(host, "plain", changes))
         times.append(time.perf_counter() - started)

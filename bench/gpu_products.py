@@ -1,4 +1,4 @@
-"""Products of Qwen3-8B with bf16, fp8 and 4-bit weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and scaled_mm."""
+"""Products of Qwen3-8B with bf16 and narrow weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and scaled_mm."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from quire.contracts.model_spec import NormSpec
 from quire.kernels.triton.float8 import float8_launches, quantize
 from quire.kernels.triton.fused_linear import Epilogue
 from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch
+from quire.kernels.triton.hopper_attention import runs_on
+from quire.kernels.triton.hopper_linear import MOST_OF_FEW, many_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import multiply_launches, widen
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
+from quire.kernels.triton.tiles import ManyTile
 
 Row = dict[str, object]
-_BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5}
+_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _FP8_SPEEDUP = 2  # of the matrix units
 _WARM_BYTES = 160e6
 
@@ -40,7 +43,7 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
     }
     if is_tiny:
         sizes = {"o": sizes["o"]}
-    for num_tokens in (1, 65) if is_tiny else (1, 8, 64, 256, 2048):
+    for num_tokens in (1, 65) if is_tiny else (1, 8, 64, 128, 256, 2048):
         for name, size in sizes.items():
             for kind in _BYTES:
                 weights = [
@@ -76,9 +79,11 @@ def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | Device
     if kind == "fp8":
         scale = torch.full((-(-size[0] // 128), size[1] // 128), 0.001, device=shapes.device)
         return pack_float8((weight.float() * 1000).clamp(-448, 448).to(torch.float8_e4m3fn), scale, (128, 128))
-    codes = (weight.float() * 4 * size[1] ** 0.5).round().clamp(-8, 7).to(torch.int8)
-    scale = torch.full((size[0], size[1] // 128), 0.25 / size[1] ** 0.5, device=shapes.device)
-    return pack_integers(codes, scale, None, (-8, 7))
+    limit = 8 if kind == "int4" else 128
+    unit = 2 / limit / size[1] ** 0.5
+    codes = (weight.float() / unit).round().clamp(-limit, limit - 1).to(torch.int8)
+    scale = torch.full((size[0], size[1] // 128), unit, device=shapes.device)
+    return pack_integers(codes, scale, None, (-limit, limit - 1))
 
 
 def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
@@ -104,6 +109,9 @@ def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tu
         yield "fused", lambda weight: multiply_codes_launch(fused, x, weight, norm, epilogue).run()
     if x.shape[0] <= 256:
         yield "dequantised in the kernel", launched(multiply_launches)
+    if kind == "int4" and x.shape[0] > MOST_OF_FEW and runs_on(x.device):
+        for tokens in (64, 128, 256):
+            yield f"dequantised in registers, {tokens}", launched(partial(many_launches, tile=ManyTile(tokens, 3)))
     if x.shape[0] >= 64:
         yield "dequantised, cuBLAS", lambda weight: torch.mm(x, widen(weight, x.dtype).t(), out=out)
     if x.shape[0] >= 64 and kind == "fp8":

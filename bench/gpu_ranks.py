@@ -1,5 +1,6 @@
 """What a tensor-parallel rank costs on one GPU, for bench/gpu.py: decode steps with the collectives of a group of one rank,
-recorded with the rest of the step, beside steps without; and the sum of the ranks' parts by itself.
+recorded with the rest of the step, beside steps without; and the sum of the ranks' parts by itself. Two ranks, where there are
+two GPUs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,21 @@ from collections.abc import Iterator
 import torch
 from gpu_kernels import Case, time_case
 from gpu_launches import stamped_recorder
-from gpu_model import Options, Place, Row, Shape, decode_cases, make_model, release_memory, time_steps
+from gpu_model import (
+    Options,
+    Place,
+    Row,
+    Shape,
+    decode_cases,
+    engine_decode_rows,
+    engine_options,
+    make_model,
+    release_memory,
+    time_steps,
+    write_random_model,
+)
 
+from quire import LLM
 from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.launching import Launch
 from quire.parallel.torch_communicator import TorchCommunicator
@@ -21,7 +35,7 @@ _MOST_SEQUENCES = 64
 
 
 def rank_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
-    """Yield the times of sums of parts, then those of decode steps without ranks and as a rank of one."""
+    """Yield the times of sums of parts, those of decode steps without ranks and as a rank of one, and engines of two ranks."""
     yield from _sum_rows(place)
     store = torch.distributed.HashStore()
     if place.device.type == "cuda":
@@ -49,6 +63,7 @@ def rank_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
                 release_memory(place.device)
     finally:
         communicator.close()
+    yield from _several_rows(place, shape, until_s)
 
 
 def _sum_rows(place: Place) -> Iterator[Row]:
@@ -67,3 +82,18 @@ def _sum_rows(place: Place) -> Iterator[Row]:
         else:
             us, spread_us = time_case(case)
             yield row | {"us": us, "spread_us": spread_us}
+
+
+def _several_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
+    """Yield how fast engines of two GPUs decode: by tensor parallelism, and with the tokens of sequences shared, too."""
+    options = {"tensor_parallel_size": 2}
+    num_gpus = torch.cuda.device_count()
+    for name, more in (("tensor parallel", {}), ("context parallel", {"decode_context_parallel_size": 2})):
+        if num_gpus < 2:
+            yield {"section": "ranks", "what": name, "skipped": f"needs 2 GPUs, not {num_gpus}"}
+        elif time.perf_counter() < until_s:
+            folder = write_random_model(shape, place.folder / shape.name)
+            llm = LLM(str(folder), **engine_options(place) | options | more)
+            for row in engine_decode_rows(place, shape, llm, until_s):
+                yield row | {"section": "ranks", "what": name}
+            llm.close()

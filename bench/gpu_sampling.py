@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from gpu_launches import DeviceRecorder, measured_idle_share
-from gpu_model import Place, Row, Shape, stamp_recordings, write_random_model
+from gpu_model import Place, Row, Shape, generate, random_prompts, stamp_recordings, write_random_model
 
-from quire import LLM, SamplingParams
+from quire import LLM
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,6 +27,7 @@ def sampling_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": 96 if place.is_tiny else 1024}
     options |= {"device": place.engine_device, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     options |= {"num_kv_blocks": 16} if place.is_tiny else {}
+    prompts = random_prompts(num_seqs, (length, length), shape, 0)
     recorders = stamp_recordings()
     llm = LLM(str(folder), **options)
     batch = llm.llm_engine.runner.batch
@@ -38,29 +38,11 @@ def sampling_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
                 break
             batch.row_processor = None if is_on_host else processor
             for _ in range(1 if place.is_tiny else 2):  # the first time, steps are recorded
-                seconds = _generate(llm, (num_seqs, length, num_tokens), shape, way)
-            row: Row = {
-                "section": "sampling",
-                "model": shape.name,
-                "sequences": num_seqs,
-                "way": name,
-                "is_on_host": is_on_host,
-            }
+                seconds = generate(llm, prompts, [num_tokens] * num_seqs, **way)
+            row: Row = {"section": "sampling", "sequences": num_seqs, "way": name, "is_on_host": is_on_host}
             yield row | {"tokens_per_s": num_seqs * num_tokens / seconds} | _idle_share(recorders, num_tokens - 8)
     llm.close()
 
 
 def _idle_share(recorders: list[DeviceRecorder], num_steps: int) -> Row:
     return measured_idle_share(recorders[-1], num_steps) if recorders and num_steps > 1 else {}
-
-
-def _generate(llm: LLM, sizes: tuple[int, int, int], shape: Shape, way: dict[str, Any]) -> float:
-    """Return the seconds that so many prompts, of so many tokens, take to get so many tokens each."""
-    count, length, num_tokens = sizes
-    generator = random.Random(0)
-    prompts = [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for _ in range(count)]
-    common = {"temperature": 0.7, "ignore_eos": True, "detokenize": False, "max_tokens": num_tokens}
-    params = [SamplingParams(seed=index, **common, **way) for index in range(count)]
-    started = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - started

@@ -5,16 +5,20 @@ A section writes its rows as lines of JSON, each as soon as it is there; what it
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
+import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 Row = dict[str, object]
+_LEFT_OUT = "left out: no time was left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +32,16 @@ class Section:
 def run_section(section: Section, command: Sequence[str], rows_file: Path, left_s: float) -> list[Row]:
     """Run a section and return the rows that it wrote, and one that says so where it failed or was stopped.
 
-    left_s  the seconds that are left for all sections
+    left_s  the seconds that are left for all sections: with less than half of its limit it is left out
     """
     limit_s = min(section.limit_s, left_s)
-    if limit_s <= 1:
-        return [{"section": section.name, "error": "left out: no time was left"}]
+    if left_s < section.limit_s / 2:  # a later call has the time for it
+        return [{"section": section.name, "error": _LEFT_OUT}]
     rows_file.unlink(missing_ok=True)
     output_file = rows_file.with_suffix(".txt")
     started = time.monotonic()
     with output_file.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0)
         try:
             error = "" if process.wait(limit_s) == 0 else f"ended with {process.returncode}"
         except subprocess.TimeoutExpired:
@@ -79,11 +83,55 @@ def run_all_sections(
 ) -> None:
     """Run sections one after the other within a time, and hand over the rows of each when it ends.
 
-    command_of  of a section and of the rows so far
+    command_of  of a section with the time that it has, and of the rows so far
     """
     deadline = time.monotonic() + budget_s
     found: list[Row] = []
     for section in sections:
-        rows = run_section(section, command_of(section, found), folder / f"{section.name}.jsonl", deadline - time.monotonic())
+        left_s = deadline - time.monotonic()
+        command = command_of(replace(section, limit_s=min(section.limit_s, left_s)), found)
+        rows = run_section(section, command, folder / f"{section.name}.jsonl", left_s)
         found += rows
         take(section, rows)
+
+
+def is_measured(rows: Sequence[Row]) -> bool:
+    """Return whether a section of a record has run, whatever became of it."""
+    return any(row.get("error") != _LEFT_OUT for row in rows)
+
+
+def record_text(record: Mapping[str, object]) -> str:
+    """Return a record, of which each section is a list of rows, as JSON: rows with the same keys as a table, a row a line;
+    five digits of numbers."""
+    parts: list[str] = []
+    for name, value in record.items():
+        if isinstance(value, list):
+            tables = (_table_text(keys, list(rows)) for keys, rows in itertools.groupby(value, tuple))
+            parts.append(f"{json.dumps(name)}: [{', '.join(tables)}]")
+        else:
+            parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _table_text(keys: tuple[str, ...], rows: list[Row]) -> str:
+    values = ([float(f"{value:.5g}") if isinstance(value, float) else value for value in row.values()] for row in rows)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in values)
+    return f'{{"keys": {json.dumps(keys)}, "rows": [\n{lines}]}}'
+
+
+def read_record(text: str) -> dict[str, Any]:
+    """Return the record that record_text wrote."""
+    return {
+        name: [dict(zip(table["keys"], row, strict=True)) for table in value for row in table["rows"]]
+        if isinstance(value, list)
+        else value
+        for name, value in json.loads(text).items()
+    }
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write a folder as a compressed archive: of files few come back from a machine that is lent."""
+    part = archive.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    part.replace(archive)

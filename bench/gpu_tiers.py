@@ -32,21 +32,12 @@ def tier_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
             return
         llm = _make_llm(place, str(folder), has_tier)
         found, seconds, histories = _talk(llm, place, shape)
-        row: Row = {
-            "section": "tiers",
-            "what": "later turns",
-            "has_tier": has_tier,
-            "ttft_ms": statistics.median(seconds) * 1e3,
-        }
+        row: Row = {"section": "tiers", "what": "later turns", "has_tier": has_tier}
+        row["ttft_ms"] = statistics.median(seconds) * 1e3
         if has_tier:
             tier = llm.llm_engine.stats.tiers[0]
             row |= {"is_same": found == expected, "pages_saved": tier.num_saved, "pages_loaded": tier.num_loaded}
-            row |= {
-                "save_s": tier.save_s,
-                "load_s": tier.load_s,
-                "saved_bytes": tier.saved_bytes,
-                "loaded_bytes": tier.loaded_bytes,
-            }
+            row |= {name: getattr(tier, name) for name in ("save_s", "load_s", "saved_bytes", "loaded_bytes")}
             row |= _steps_next_to_loads(llm.llm_engine, place, shape, histories)
         yield row
         llm.close()

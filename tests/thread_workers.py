@@ -118,3 +118,16 @@ class ThreadWorkers:
             thread.join(10)
             assert not thread.is_alive()
         self.memory.close()
+
+
+def as_threads(monkeypatch, *places):
+    """Let workers that a function at (module, name) starts be threads; return the list of the groups that are made."""
+    made = []
+
+    def spawn(*args):
+        made.append(ThreadWorkers(*args))
+        return made[-1]
+
+    for place in places:
+        monkeypatch.setattr(*place, spawn)
+    return made

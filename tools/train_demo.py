@@ -392,6 +392,8 @@ def export(args: argparse.Namespace) -> None:
     ):
         (out / name).write_text(json.dumps(value, indent=2) + "\n")
     tokenizer_json = json.loads((work / "tokenizer.json").read_text(encoding="utf-8"))
+    model_json = tokenizer_json["model"]  # Each merge as one string is 15 KB shorter than as a list of two.
+    model_json["merges"] = [" ".join(pair) for pair in model_json["merges"]]
     (out / "tokenizer.json").write_text(
         json.dumps(tokenizer_json, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8"
     )

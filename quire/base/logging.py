@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
+from datetime import UTC, datetime
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -33,13 +35,13 @@ class UnexpectedErrors:
     """Counts the errors that no code foresees in the jobs of threads and tasks that go on after them, and tells each kind once.
 
     count  of errors so far
-    last   what failed last, and how; empty: nothing has
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger, self._lock = logger, threading.Lock()
         self._told: set[tuple[str, type[Exception]]] = set()
-        self.count, self.last = 0, ""
+        self._open: dict[str, tuple[float, int, str]] = {}  # by job: since when, how often, and how it failed last
+        self.count = 0
 
     def note(self, job: str, error: Exception, subject: str = "") -> None:
         """Take in an error, and log it with its traceback if none of its type has ended such a job before.
@@ -49,8 +51,25 @@ class UnexpectedErrors:
         kind = job, type(error)
         with self._lock:
             self.count += 1
-            self.last = f"{job} failed: {type(error).__name__}: {error}"
+            since_s, number, _ = self._open.pop(job, (time.time(), 0, ""))
+            self._open[job] = since_s, number + 1, f"{job} failed: {type(error).__name__}: {error}"
             is_new = kind not in self._told
             self._told.add(kind)
         if is_new:
             self._logger.error("%s failed unexpectedly%s", job, subject and f" ({subject})", exc_info=error)
+
+    def end(self, job: str) -> None:
+        """Take note that such a job has done its work: its errors are past."""
+        if self._open:
+            with self._lock:
+                self._open.pop(job, None)
+
+    @property
+    def last(self) -> str:
+        """What failed last, how, how often and since when, of the jobs that have not worked since; empty: all have."""
+        with self._lock:
+            if not self._open:
+                return ""
+            since_s, number, text = next(reversed(self._open.values()))
+        since = datetime.fromtimestamp(since_s, UTC).isoformat(" ", "seconds")
+        return f"{text} ({number} {'error' if number == 1 else 'errors'} since {since})"

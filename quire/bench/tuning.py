@@ -24,13 +24,15 @@ from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.fused_quantized import multiply_codes_launch
-from quire.kernels.triton.launching import Launch, run_all
-from quire.kernels.triton.linear import multiply_launches
+from quire.kernels.triton.hopper_linear import many_launches, tile_of
+from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.linear import multiply_launches, widen
 from quire.kernels.triton.moe import expert_launches
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_table, user_path, using
+from quire.model.device_linear import WIDENED_FROM
 
 logger = get_logger(__name__)
 
@@ -41,8 +43,22 @@ _PAGE = 64
 _CACHE_BYTES = 128 << 20  # more than a GPU's L2 cache
 _REPLAYS = 15
 _MANY_TOKENS = 1 << 30
+_NOT_RUN = ("linear-many",)
+"""Kernels that are tuned only where they are named: they have not run on a GPU, which a fault in their barriers would stop."""
 
 Tile = Mapping[str, int | bool]
+
+
+class WidenedProduct(NamedTuple):
+    """A product by a library, of a weight that is dequantised first; run as a Launch is."""
+
+    out: Tensor
+    x: Tensor
+    weight: DeviceQuantizedWeight
+
+    def run(self) -> None:
+        """Write x @ weight^T to out."""
+        torch.mm(self.x, widen(self.weight, self.x.dtype).t(), out=self.out)
 
 
 class TuningCase(NamedTuple):
@@ -53,7 +69,7 @@ class TuningCase(NamedTuple):
 
     kernel: str
     when: Mapping[str, Number]
-    make: Callable[[], list[Launch]]
+    make: Callable[[], Sequence[Launch | WidenedProduct]]
     candidates: Sequence[Tile]
 
 
@@ -68,7 +84,7 @@ def tune(
     cases: Iterable[TuningCase],
     base: TileTable,
     limits: Limits,
-    measure: Callable[[list[Launch]], float],
+    measure: Callable[[Sequence[Launch | WidenedProduct]], float],
     inspect: Callable[[Launch], CompiledKernel],
 ) -> TileTable:
     """Return a table with the fastest tile for each case.
@@ -110,8 +126,10 @@ def _present_tile(case: TuningCase, base: TileTable) -> Tile:
     return base.find(case.kernel, shape)
 
 
-def _is_within(launches: list[Launch], limits: Limits, inspect: Callable[[Launch], CompiledKernel]) -> bool:
-    compiled = [inspect(launch) for launch in launches]
+def _is_within(
+    launches: Sequence[Launch | WidenedProduct], limits: Limits, inspect: Callable[[Launch], CompiledKernel]
+) -> bool:
+    compiled = [inspect(launch) for launch in launches if not isinstance(launch, WidenedProduct)]
     return all(kernel.shared_bytes <= limits.max_shared_bytes and kernel.stack_bytes == 0 for kernel in compiled)
 
 
@@ -119,7 +137,7 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     """Tune the kernels on the current GPU, write the table, and return its path.
 
     output   None: where engines on this device look for it, see tile_table.user_path
-    kernels  None: all
+    kernels  None: all that have run on a GPU
 
     Raises ConfigError without a GPU.
     """
@@ -130,7 +148,9 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     choose_traits(traits)
     base = TileTable(name, traits.name, choose_table(name, traits.name).rules)
     limits = Limits(traits.shared_bytes)
-    cases = [case for case in tuning_cases(device) if kernels is None or case.kernel in kernels]
+    cases = [
+        case for case in tuning_cases(device) if (case.kernel not in _NOT_RUN if kernels is None else case.kernel in kernels)
+    ]
     if not cases:
         known = ", ".join(dict.fromkeys(case.kernel for case in tuning_cases(device)))
         raise ConfigError(f"no kernel of {', '.join(kernels or ())} is tuned; there are {known}")
@@ -150,12 +170,14 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     return path
 
 
-def _measure_on_gpu(launches: list[Launch]) -> float:
-    run_all(launches)
+def _measure_on_gpu(launches: Sequence[Launch | WidenedProduct]) -> float:
+    for launch in launches:
+        launch.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run_all(launches)
+        for launch in launches:
+            launch.run()
     flushed = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(_REPLAYS):
@@ -183,6 +205,7 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
     cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
+    cases += [shapes.many(most) for most in (128, WIDENED_FROM - 1, 512, _MANY_TOKENS)]
     cases += [
         shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
     ]
@@ -299,6 +322,20 @@ class _Shapes:
         tokens = [tokens for tokens in (16, 32, 64, 128) if tokens <= max(most, 16)]
         candidates = _grid(rows=(64, 128), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
         return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most, "has_offsets": False}, make, candidates)
+
+    def many(self, most: int) -> TuningCase:
+        weight, num_tokens = self._integers(self._rows, self._columns), self._num_tokens(most, 2048)
+        x, out = (self._random(num_tokens, size) for size in (self._columns, self._rows))
+
+        def make() -> Sequence[Launch | WidenedProduct]:
+            tile = tile_of(x, weight)
+            if tile is not None:
+                return many_launches(out, x, weight, tile)
+            return [WidenedProduct(out, x, weight)] if num_tokens >= WIDENED_FROM else multiply_launches(out, x, weight)
+
+        found = _grid(is_specialized=(True,), tokens=(64, 128), num_stages=(3, 4))
+        found += _grid(is_specialized=(True,), tokens=(256,), num_stages=(2, 3))
+        return TuningCase("linear-many", {"dtype": "bfloat16", "max_tokens": most}, make, found)
 
     def codes(self, most: int, is_packed: bool, has_norm: bool) -> TuningCase:
         """A fused product of few tokens: norm, gate and up of weights with many rows, or down."""

@@ -81,7 +81,11 @@ class AsyncLLM:
         self._sleepers: list[_Answer] = []  # of calls of sleep, until the engine is asleep; used only by the engine's thread
         self._running: dict[str, _Ticket] = {}  # used only by the engine's thread
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.engine.close()
+            raise
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     async def generate(

@@ -32,6 +32,9 @@ from quire.kv.tiers.host_slab import HostSlab
 from quire.worker.tiers import tier_fingerprint
 
 logger = get_logger(__name__)
+_LOOK_UP, _READING, _NOTING, _WRITING = (
+    f"a {job} of the disk tier" for job in ("look-up", "reading", "noting of uses", "writing")
+)
 
 _MAX_SHARE = 0.8
 """Pages are read only if that takes less than this share of the time that computing their tokens takes."""
@@ -344,7 +347,9 @@ class DiskTier:
             except (OSError, sqlite3.Error) as error:
                 self._break(error)
             except Exception as error:  # noqa: BLE001 - the request is computed
-                self._errors.note("a look-up of the disk tier", error, f"request {load.request.request_id}")
+                self._errors.note(_LOOK_UP, error, f"request {load.request.request_id}")
+            else:
+                self._errors.end(_LOOK_UP)
             finally:
                 load.found = found
 
@@ -356,11 +361,12 @@ class DiskTier:
                 if load.is_cancelled or self._is_closing or not self._store.read(key, self._slab.page(slot)):
                     break
                 load.done += 1
+                self._errors.end(_READING)
             self._touch_later(dict.fromkeys(keys[: load.done], 0.0))
         except (OSError, sqlite3.Error) as error:
             self._break(error)
         except Exception as error:  # noqa: BLE001 - what was not read is computed
-            self._errors.note("a reading of the disk tier", error, f"page {keys[min(load.done, len(keys) - 1)]:032x}")
+            self._errors.note(_READING, error, f"page {keys[min(load.done, len(keys) - 1)]:032x}")
         finally:
             duration_s = time.monotonic() - started_s
             self.stats.read_s += duration_s
@@ -383,10 +389,11 @@ class DiskTier:
             return
         try:
             self._store.touch(uses)
+            self._errors.end(_NOTING)
         except (OSError, sqlite3.Error) as error:
             self._pause(error)
         except Exception as error:  # noqa: BLE001 - the pages are only replaced earlier
-            self._errors.note("a noting of uses of the disk tier", error)
+            self._errors.note(_NOTING, error)
 
     def _write(self, pages: list[tuple[int, int, float]]) -> None:
         started_s = time.monotonic()
@@ -399,12 +406,13 @@ class DiskTier:
                 )
                 self.stats.num_pages, self.stats.num_bytes = self._store.usage()
                 self._problems.pop("write", None)
+                self._errors.end(_WRITING)
         except (OSError, sqlite3.Error) as error:
             self.stats.num_not_written += len(pages)
             self._pause(error)
         except Exception as error:  # noqa: BLE001 - the pages are not written
             self.stats.num_not_written += len(pages)
-            self._errors.note("a writing of the disk tier", error, f"page {pages[0][0]:032x} and those after it")
+            self._errors.note(_WRITING, error, f"page {pages[0][0]:032x} and those after it")
         finally:
             self.stats.write_s += time.monotonic() - started_s
             self._written.append([slot for _, slot, _ in pages])

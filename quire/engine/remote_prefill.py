@@ -22,9 +22,10 @@ from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.kv.tiers.host_slab import HostSlab
 from quire.transfer.address import Address, parse_reachable
+from quire.transfer.connection import Pull
 from quire.transfer.handshake import Identity
 from quire.transfer.nixl_reads import NixlAgent
-from quire.transfer.page_client import PageClient, Pull
+from quire.transfer.page_client import PageClient
 
 _MAX_SLOWDOWN = 1.5
 """A prompt is computed elsewhere if that is expected to take at most so many times as long as computing it here."""

@@ -63,7 +63,7 @@ _KINDS = (ConfigError, ModelFormatError, UnsupportedError)
 
 
 class _Replica:
-    """One engine process; `loaded` is None while it loads, and `process` is None after its last restart failed."""
+    """One engine process; `loaded` is None while it loads, and `is_gone` after it ended and was not started again."""
 
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
@@ -74,13 +74,13 @@ class _Replica:
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
+        self.connection = Connection(ours.detach())
         with theirs:
             variables = {**environment_with_quire(), **self._setup.environment}
             command = (*_COMMAND, str(theirs.fileno()))
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables, pass_fds=(theirs.fileno(),))
-        self.connection = Connection(ours.detach())
         self.loaded = None
         self.is_gone = False
         send_start(self.connection, self._setup.config)
@@ -123,7 +123,8 @@ class ReplicaEngine:
         self._router = ReplicaRouter([float(setup.config.num_threads or 1) for setup in setups])
         self._replicas: list[_Replica] = []
         try:
-            self._replicas += [_Replica(setup) for setup in setups]
+            for setup in setups:
+                self._replicas.append(_Replica(setup))
             loaded = [self._wait_loaded(index) for index in range(len(setups))]
             self.report, self._limits = loaded[0].report, loaded[0].limits
             has_tokenizer = not config.skip_tokenizer_init
@@ -420,7 +421,11 @@ class ReplicaEngine:
         replica.close()
         if replica.num_restarts < _MAX_RESTARTS:
             replica.num_restarts += 1
-            replica.start()
+            try:
+                replica.start()
+            except OSError as error:
+                replica.connection.close()
+                logger.error("replica %d is not started again: %s", index, error)
 
     def _failed(self, request: Request, error: str, param: str | None = None) -> EngineOutput:
         stream = EmbeddingStream(request) if request.pooling is not None else OutputStream(request, self.tokenizer, "final")

@@ -138,7 +138,10 @@ class GrammarCompiler:
             if future is None:
                 if self._is_closed:
                     raise demand.explain(GrammarError("the engine has been closed"))
-                future = self._threads.submit(self._compile, demand)
+                try:
+                    future = self._threads.submit(self._compile, demand)
+                except RuntimeError as error:  # the system has no thread for it
+                    raise demand.explain(PassingError(f"it could not be compiled: {error}: try again")) from None
                 self._found[demand] = future
                 if len(self._found) > self._max_cached:
                     self._found.popitem(last=False)

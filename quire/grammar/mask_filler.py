@@ -59,26 +59,32 @@ class MaskFiller:
         for fill in sorted(fills, key=_mask_s):
             mask_s = fill.cost.mask_s
             if math.isinf(mask_s):
-                self._quick.submit(self._fill, (fill,))
+                self._submit(self._quick, (fill,))
                 continue
             left_s -= mask_s
             if left_s >= 0:
                 cheap.append(fill)
             else:
                 fill.is_slow = True
-                self._slow.submit(self._fill, (fill,))
+                self._submit(self._slow, (fill,))
         if not cheap:
             return
         total_s = sum([fill.expected_s for fill in cheap])
         num_shares = max(1, min(self._max_shares, len(cheap), int(total_s / _SHARE_S)))
         for index in range(num_shares):
-            self._quick.submit(self._fill, cheap[index::num_shares])
+            self._submit(self._quick, cheap[index::num_shares])
 
     def start_again(self, fills: Sequence[MaskFill]) -> None:
         """Restart fills that wait behind a slow one."""
         for fill in fills:
             if not fill.is_begun and not fill.is_slow:
-                self._quick.submit(self._fill, (fill,))
+                self._submit(self._quick, (fill,))
+
+    def _submit(self, threads: ThreadPoolExecutor, fills: Sequence[MaskFill]) -> None:
+        try:
+            threads.submit(self._fill, fills)
+        except RuntimeError:  # the system has no thread for it
+            self._fill(fills)
 
     def _fill(self, fills: Sequence[MaskFill]) -> None:
         for fill in fills:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.base.errors import WorkerError
 from quire.kernels.triton.page_copy import copy_pages_launch
+from quire.kernels.triton.step import send_together
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.tiers.host_slab import HostSlab, staged_pages, state_pieces
 
@@ -169,7 +170,7 @@ class DevicePages:
         num_checkpoints  the last rows of the pool's recurrent states, which are saved and loaded
         Raises WorkerError where the memory cannot be pinned.
         """
-        self._pool, self._slab, self._layout, self._device = pool, slab, pool.page_layout(), pool.device
+        self._pool, self._slab, self._layout = pool, slab, pool.page_layout()
         num_bytes = pool.spec.page_bytes
         self._states = [tensor for layer in pool.states for tensor in layer if num_checkpoints and tensor.numel() > 0]
         sizes = [tensor.nbytes // len(tensor) for tensor in self._states]
@@ -296,10 +297,9 @@ class DevicePages:
         blocks = [pair for pair in pairs if pair[0] < self._pool.num_blocks]
         if not blocks:
             return
-        numbers = torch.tensor(blocks, dtype=torch.int64).t().contiguous()
-        if self._device.type == "cuda":
-            numbers = numbers.pin_memory().to(self._device, non_blocking=True)
-        copy_pages_launch(self._pool.memory, pages, self._layout, numbers[0], numbers[1], to_pages).run()
+        numbers = torch.tensor(blocks, dtype=torch.int64)
+        own, there = send_together([numbers[:, 0], numbers[:, 1]], self._pool.device)
+        copy_pages_launch(self._pool.memory, pages, self._layout, own, there, to_pages).run()
 
     def _copy_state(self, page: Tensor, number: int, to_pages: bool) -> None:
         checkpoint, part = divmod(number, len(self._state_pieces))

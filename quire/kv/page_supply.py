@@ -97,8 +97,13 @@ class PageSupply:
         self._arrays = []
 
     def _go_on(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread for it
+            self._give_up()
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
         try:
@@ -135,5 +140,5 @@ class PageSupply:
         return take_pages(blocks.data_ptr(), blocks.nbytes)
 
     def _give_up(self) -> None:
-        logger.debug("this system takes no pages ahead: steps take them when they write them")
+        logger.debug("no pages are taken ahead: steps take them when they write them")
         self._num_wanted = self._num_blocks  # nothing more is asked for

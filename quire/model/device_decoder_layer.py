@@ -21,7 +21,6 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import apply_gate, apply_output_gate, apply_xielu, cut_gate
-from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
@@ -34,7 +33,7 @@ from quire.kernels.triton.moe import (
     pack_inputs,
     route_pairs,
 )
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.model.device_block_indexer import BlockAttention
@@ -315,7 +314,7 @@ class DeviceLayer:
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         if spec.v_norm is not None and self.kv_source is None:
-            heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
+            heads = heads._replace(v=unit_rows(heads.v, spec.v_norm).to(heads.v.dtype))
         slots = step.slots if self.kv_source is None else None
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         if step.exchange is not None and slots is not None:

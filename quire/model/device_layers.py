@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec, MoeSpec, SharedBlockSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
 from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch, reason_not_to_fuse_codes
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear, DeviceWeight
@@ -119,11 +117,11 @@ class ExpertBranches:
         assert spec.branch_norm is not None
         names = ("experts_in", "experts_out", "shared_out")
         self._experts_in, self._experts_out, self._shared_out = (Norm(spec.branch_norm, own[f"{n}.weight"]) for n in names)
-        self._bare, self._factors = replace(spec.branch_norm, has_weight=False), own["router_in.weight"]
+        self._bare, self._factors = spec.branch_norm, own["router_in.weight"]
 
     def inputs(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the router and the experts read, [T, hidden_size] each."""
-        routed = normalize_by_torch(residual, self._bare, None) * self._factors * residual.shape[-1] ** -0.5
+        routed = unit_rows(residual, self._bare).to(residual.dtype) * self._factors * residual.shape[-1] ** -0.5
         return routed, normalize(residual, self._experts_in)
 
     def join(self, shared: Tensor, experts: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.triton.float8 import multiply_float8, suits_float8
+from quire.kernels.triton.hopper_linear import multiply_many
 from quire.kernels.triton.linear import multiply, multiply_in_order, widen
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
@@ -60,8 +61,10 @@ class DeviceLinear:
         weight = self.parts[index]
         whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
+            if not self.is_in_order and (found := multiply_many(x, weight, bias)) is not None:
+                return found if out is None else out.copy_(found)
             is_float8 = not self.is_in_order and suits_float8(x, weight)
-            if is_float8 or self.is_in_order or len(x) < WIDENED_FROM:
+            if is_float8 or self.is_in_order or x.shape[0] < WIDENED_FROM:
                 found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)
@@ -69,7 +72,7 @@ class DeviceLinear:
         elif self.is_in_order:
             return multiply_in_order(x, weight, bias, out, whole_rows)
         if x.is_meta:  # torch finds shapes in Python there, and imports sympy for it, which takes a second or two
-            return torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
+            return torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device) if out is None else out
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.model_spec import NormSpec
 from quire.kernels.reference.recurrent import Recurrence
+from quire.kernels.triton.norm import unit_rows
 from quire.kernels.triton.recurrent import causal_conv, recur
 from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
 from quire.model.device_linear import DeviceLinear
@@ -57,6 +59,10 @@ class DeviceMixerInputs:
         """See MixerInputs."""
         pool = self.states[1]
         return recur(inputs, pool.view(len(pool), *inputs.state_shape), self.step.query_starts, self._rows)
+
+    def unit(self, x: Tensor, eps: float) -> Tensor:
+        """See MixerInputs."""
+        return unit_rows(x, NormSpec("rms", eps))
 
     @property
     def _rows(self) -> DeviceStateRows:

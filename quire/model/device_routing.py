@@ -133,8 +133,10 @@ class DeviceRouting:
         counts = torch.zeros_like(self._tokens).index_add_(0, experts.clamp(min=0), is_counted * (experts >= 0))
         self._tokens += counts
         if self._lossy.bias_rate:
-            mean = counts.sum() / len(counts)
-            self._bias.add_(torch.sign(mean - counts), alpha=self._lossy.bias_rate).clamp_(-MAX_EXPERT_BIAS, MAX_EXPERT_BIAS)
+            # In integers: a GPU divides by a number by multiplying with its reciprocal.
+            self._bias.add_(torch.sign(counts.sum() - counts * len(counts)), alpha=self._lossy.bias_rate).clamp_(
+                -MAX_EXPERT_BIAS, MAX_EXPERT_BIAS
+            )
 
     def _change(self, routes: Routes, logits: Tensor, scale: Tensor | None) -> Routes:
         """Return the choices that lossy routing makes of those of a step; scale: see ExpertExtras."""
@@ -159,7 +161,7 @@ class DeviceRouting:
     ) -> tuple[Tensor, Tensor]:
         """Return choices and weights [T, K] where no expert has more than its capacity."""
         top_k, num_experts = self._spec.top_k, self._spec.num_experts
-        mean = num_rows * top_k / num_experts
+        mean = num_rows.double() * top_k / num_experts
         capacity = (self._lossy.capacity_factor * mean - 1e-6).ceil().clamp(min=_LEAST_CAPACITY)
         order = weights.nan_to_num(0.0).flatten().argsort(descending=True, stable=True)
         turn = torch.empty_like(order)

@@ -96,9 +96,8 @@ def _indexed(keys: GgufKeys) -> Config:
     read_gating(keys, SIGMOID, SIGMOID)
     config = {**_rotated(keys, read_latent(keys)), **read_deepseek_experts(keys)}
     types = keys.flags("attention.indexer.types")
-    is_old = keys.architecture != "glm-dsa" or keys.required("context_length") < _SHARED_INDEXERS_FROM
-    if types is None and not is_old:
-        raise UnsupportedError(f"{keys.file.path}: attention.indexer.types must say which layers share the indexer of another")
+    if types is None and keys.architecture == "glm-dsa":
+        types = _stored_indexers(keys, num_layers_of(keys))
     return {
         **config,
         "index_n_heads": keys.required("attention.indexer.head_count"),
@@ -106,6 +105,19 @@ def _indexed(keys: GgufKeys) -> Config:
         "index_topk": keys.required("attention.indexer.top_k"),
         **({} if types is None else {"indexer_types": ["full" if has_own else "shared" for has_own in types]}),
     }
+
+
+def _stored_indexers(keys: GgufKeys, num_layers: int) -> list[bool]:
+    """Return which layers have an indexer of their own, by the tensors of a file that does not say it. Raises ModelFormatError
+    where all have one stored in a release whose layers do not all use it."""
+    found = [f"blk.{index}.indexer.attn_q_b.weight" in keys.file.tensors for index in range(num_layers)]
+    num_positions = keys.required("context_length")
+    if all(found) and num_positions >= _SHARED_INDEXERS_FROM:
+        raise ModelFormatError(
+            f"{keys.file.path}: glm-dsa.attention.indexer.types is missing: for {num_positions} positions it must say for each "
+            f"of the {num_layers} layers true (an indexer of its own) or false (that of an earlier layer); all have its tensors"
+        )
+    return found
 
 
 def _mistral4(keys: GgufKeys) -> Config:

@@ -21,8 +21,10 @@ from quire.contracts.mixer_spec import (
     MixerSpec,
     ShortConvSpec,
 )
+from quire.contracts.model_spec import NormSpec
 from quire.kernels.cpu.recurrent import recur
 from quire.kernels.reference.attention import AttentionMetadata
+from quire.kernels.reference.norm import unit_of
 from quire.kernels.reference.recurrent import Recurrence, StateRows, causal_conv, gated_delta_inputs
 
 Parameters = Mapping[str, Tensor]
@@ -51,6 +53,10 @@ class MixerInputs(Protocol):
 
     def recur(self, inputs: Recurrence) -> Tensor:
         """Return the outputs [T, Hv, Dv] of a recurrence, whose state is the last one."""
+        ...
+
+    def unit(self, x: Tensor, eps: float) -> Tensor:
+        """Return x [..., N] over the root of its mean square, in f32."""
         ...
 
 
@@ -86,6 +92,10 @@ class HostMixerInputs:
         """See MixerInputs."""
         pool = self.states[-1]
         return recur(inputs, pool.view(len(pool), *inputs.state_shape), self.starts, self.rows)
+
+    def unit(self, x: Tensor, eps: float) -> Tensor:
+        """See MixerInputs."""
+        return unit_of(x, NormSpec("rms", eps))
 
 
 def run_mixer(
@@ -125,7 +135,7 @@ def _gated_delta(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
     y = own.recur(gated_delta_inputs((q, k, v), _delta_decay(x, spec, own), beta)).to(x.dtype)
     z = own.linear(x if spec.gate_rank is None else own.linear(x, "delta.z_in"), "delta.z").view_as(y)
     norm = _gated_norm if spec.gate_rank is None else _sigmoid_gated_norm
-    return own.linear(norm(y, z, own.parameters["delta.norm.weight"], spec.norm_eps).flatten(1), "delta.o")
+    return own.linear(norm(own.unit(y, spec.norm_eps), z, own.parameters["delta.norm.weight"]).flatten(1), "delta.o")
 
 
 def _delta_decay(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
@@ -137,20 +147,14 @@ def _delta_decay(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
     return rate[:, None] * F.softplus(steps).view(len(x), spec.num_v_heads, spec.k_dim)
 
 
-def _rms(x: Tensor, eps: float) -> Tensor:
-    """Return x divided by the root of its mean square, in f32."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+def _gated_norm(unit: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Return a normalised value f32, rounded and weighed, times SiLU of the gate in f32."""
+    return (weight * unit.to(gate.dtype) * F.silu(gate.float())).to(gate.dtype)
 
 
-def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of y, rounded and weighed, times SiLU of the gate in f32."""
-    return (weight * _rms(y, eps).to(y.dtype) * F.silu(gate.float())).to(y.dtype)
-
-
-def _sigmoid_gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of y, weighed, times the sigmoid of the gate, all in f32."""
-    return (weight.float() * _rms(y, eps) * gate.float().sigmoid()).to(y.dtype)
+def _sigmoid_gated_norm(unit: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Return a normalised value f32, weighed, times the sigmoid of the gate, all in f32."""
+    return (weight.float() * unit * gate.float().sigmoid()).to(gate.dtype)
 
 
 def _short_conv(x: Tensor, spec: ShortConvSpec, own: MixerInputs) -> Tensor:
@@ -170,7 +174,7 @@ def _mamba2(x: Tensor, spec: Mamba2Spec, own: MixerInputs) -> Tensor:
     decay = (-own.parameters["mamba.log"].float().exp() * steps).exp()
     y = own.recur(Recurrence(c, b, inner * steps[..., None], decay))
     y = (y + own.parameters["mamba.skip"][:, None] * inner).flatten(1)
-    y = y * F.silu(z) if spec.norm is None else _group_norm(y, z, own.parameters["mamba.norm.weight"], spec.norm)
+    y = y * F.silu(z) if spec.norm is None else _group_norm(y, z, spec.norm, own)
     return own.linear(y.to(x.dtype), "mamba.out")
 
 
@@ -198,11 +202,11 @@ def _scale_vector(scales: Mamba2Scales, sizes: tuple[int, int, int], dtype: torc
     return torch.tensor(factors, dtype=dtype).repeat_interleave(counts).to(device)
 
 
-def _group_norm(y: Tensor, gate: Tensor, weight: Tensor, spec: GatedNormSpec) -> Tensor:
+def _group_norm(y: Tensor, gate: Tensor, spec: GatedNormSpec, own: MixerInputs) -> Tensor:
     """Return the RMS norm of y [T, C] f32 in groups, weighed, with its gate before or after it, in f32."""
     gate = F.silu(gate.float())
     y = y * gate if spec.order == "gate_first" else y
-    y = weight * _rms(y.unflatten(-1, (spec.num_groups, -1)), spec.eps).flatten(1)
+    y = own.parameters["mamba.norm.weight"] * own.unit(y.unflatten(-1, (spec.num_groups, -1)), spec.eps).flatten(1)
     return y if spec.order == "gate_first" else y * gate
 
 
@@ -212,11 +216,10 @@ def _mamba1(x: Tensor, spec: Mamba1Spec, own: MixerInputs) -> Tensor:
     read = own.linear(inner, "mamba.x").split((spec.step_rank, spec.state_size, spec.state_size), -1)
     if spec.norm_eps is not None:
         weights = [own.parameters.get(f"mamba.{name}_norm.weight") for name in ("step", "b", "c")]
-        normed = [_rms(part, spec.norm_eps).to(x.dtype) for part in read]
+        normed = [own.unit(part, spec.norm_eps).to(x.dtype) for part in read]
         read = [part if weight is None else weight * part for part, weight in zip(normed, weights, strict=True)]
     steps, b, c = read
-    steps = own.adapted(F.linear(steps, own.parameters["mamba.step.weight"]), steps, "mamba.step")
-    steps = F.softplus(steps + own.parameters["mamba.step.bias"]).float()
+    steps = F.softplus(own.linear(steps, "mamba.step")).float()
     rates, wide = -own.parameters["mamba.log"].float().exp().T, inner.float()
     one_head = Recurrence(c.float()[:, None], b.float()[:, None], (steps * wide)[:, None], steps[:, None], rates=rates[None])
     y = own.recur(one_head)[:, 0]
@@ -228,7 +231,7 @@ def _lightning(x: Tensor, spec: LightningSpec, own: MixerInputs) -> Tensor:
     qkv = F.silu(own.linear(x, "delta.qkv")).view(len(x), len(spec.decays), 3, spec.head_dim).float()
     q, k, v = (part.contiguous() for part in qkv.unbind(2))
     y = own.recur(Recurrence(q, k, v, torch.tensor(spec.decays).repeat(len(x), 1))).flatten(1).to(x.dtype)
-    y = own.parameters["delta.norm.weight"] * _rms(y, spec.norm_eps).to(x.dtype)
+    y = own.parameters["delta.norm.weight"] * own.unit(y, spec.norm_eps).to(x.dtype)
     return own.linear(own.linear(x, "delta.z").sigmoid() * y, "delta.o")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -95,27 +95,29 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
         raise ConfigError(f"pipeline_layers must add up to the model's {num_layers} layers, got {given} = {sum(layers)}")
 
 
-def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float) -> tuple[int, ...]:
+def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float, bound: Collection[int] = ()) -> tuple[int, ...]:
     """Return the number of layers of each stage that minimises the cost of the most expensive stage; each has at least one.
 
     costs      of the layers
     head_cost  of the last stage, in addition to its layers
+    bound      layers with which no stage begins: they are with the layer before
 
     Ties are resolved by the cost of the earlier stages, in the same way. Raises ConfigError for more
-    stages than layers.
+    stages than layers that can begin one.
     """
     num_layers = len(costs)
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size must be at most {num_layers} for a model of {num_layers} layers, got {num_stages}"
-        )
+    starts = [index for index in range(1, num_layers) if index not in bound]
+    if num_stages > 1 + len(starts):
+        kept = f", {len(bound)} of which read what the one before has chosen" if bound else ""
+        most = f"{1 + len(starts)} for a model of {num_layers} layers{kept}"
+        raise ConfigError(f"pipeline_parallel_size must be at most {most}, got {num_stages}")
     sums = [0.0, *itertools.accumulate(costs)]
     # For each number of first layers: the minimal cost of the most expensive stage so far, and the ends of the stages.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
         after: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in [num_layers] if is_last else range(stage + 1, num_layers):
+        for end in [num_layers] if is_last else starts:
             extra = head_cost if is_last else 0.0
             candidates = [
                 (max(cost, sums[end] - sums[start] + extra), (*ends, end))

@@ -294,7 +294,10 @@ class WorkerGroup(StartingWorkers):
         if not self._is_closed and self.barrier.abort_cause != (0, AbortReason.CLOSED):
             timer = threading.Timer(_LEAVE_S, self._kill_processes)
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # the system has no thread for it
+                self._kill_processes()
 
     def __enter__(self) -> WorkerGroup:
         return self

@@ -9,9 +9,6 @@ rest is computed. A peer that failed is left alone for a time that grows with ea
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import threading
 import time
 from array import array
@@ -24,6 +21,7 @@ from quire.base.logging import UnexpectedErrors, get_logger
 from quire.contracts.shared_slots import SharedSlots
 from quire.transfer.address import Address
 from quire.transfer.channel import Channel, Fields, TransferError, int_of, list_of, text_of
+from quire.transfer.connection import Connection, MappedSlots, Pull
 from quire.transfer.handshake import Identity, RefusedError, greet, raise_refusal
 from quire.transfer.nixl_reads import NixlAgent, NixlSlots
 from quire.transfer.page_server import MAX_MESSAGE_BYTES, page_checksum
@@ -36,8 +34,6 @@ SILENCE_S = 2.0
 MAX_TRANSFERS = 32
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _MAX_IDLE_CHANNELS = 8
-_LEAST_BYTES_PER_S = 1e6
-"""A read of a peer's slots that is slower, after the time of silence, is given up."""
 _IDLE_CHECK_S = 1.0
 """A connection that is kept is closed so soon after its peer has ended, so that the memory of the peer's slots is freed. So
 often a peer without a transfer is asked for its load, over such a connection."""
@@ -52,121 +48,6 @@ _MAX_REPORTED_PAGES = 1 << 40
 
 
 @dataclass(eq=False)
-class Pull:
-    """One transfer: what is wanted, and how far it is.
-
-    token_ids   of whole pages, the last one wanted included
-    keys        of the wanted pages, from page first_page on
-    prefix_keys of the pages before them, by which a peer that has computed this prefix is preferred
-    slots       where their bytes go
-    num_done    pages that are verified, from the first on
-    is_over     the thread uses the slots no more
-    outcome     then: "complete", "partial", "busy", "refused", "mismatch", "auth", "version", "lost", "damaged" or "aborted"
-    address     of the peer that is asked, or was asked last
-    expected_work  of it at that peer, with what was before it there, in the pages of PeerLoad
-    expected_s, asked_s  the seconds that it is expected to take there (None: nothing was measured), and since when
-    """
-
-    token_ids: Sequence[int]
-    cache_salt: str
-    first_page: int
-    keys: Sequence[int]
-    slots: Sequence[memoryview]
-    priority: int = 0
-    is_background: bool = False
-    prefix_keys: Sequence[int] = ()
-    expected_work: float = 0.0
-    expected_s: float | None = None
-    asked_s: float = 0.0
-    num_done: int = 0
-    num_bytes: int = 0
-    duration_s: float = 0.0
-    is_over: bool = False
-    is_cancelled: bool = False
-    outcome: str = ""
-    address: str = ""
-    _channel: Channel | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def use(self, channel: Channel | None) -> None:
-        """Set the connection that `cancel` is to end. Raises TransferError if that was called already."""
-        with self._lock:
-            self._channel = channel
-            if self.is_cancelled and channel is not None:
-                raise TransferError("the transfer was given up")
-
-    def cancel(self) -> None:
-        """Give the transfer up; its thread is done with the slots when `is_over` is set, which is soon."""
-        with self._lock:
-            self.is_cancelled = True
-            if self._channel is not None:
-                self._channel.shut_down()
-
-
-class _MappedSlots:
-    """The slots of a peer of this machine, mapped."""
-
-    def __init__(self, shared: SharedSlots, page_bytes: int) -> None:
-        """Take over the file descriptor of the slots. Raises TransferError if they cannot be mapped safely."""
-        self._num_slots, self._stride, self._page_bytes = shared.num_slots, shared.stride, page_bytes
-        try:
-            num_bytes = shared.num_slots * shared.stride
-            # A file that shrinks would end this process.
-            is_sealed = fcntl.fcntl(shared.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not is_sealed or os.fstat(shared.fd).st_size < num_bytes:
-                raise TransferError("the peer's shared slots are smaller than it says, or may shrink")
-            self._slots = mmap.mmap(shared.fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise TransferError(f"the peer's shared slots cannot be mapped: {error}") from error
-        finally:
-            os.close(shared.fd)
-
-    def read(self, slots: Sequence[int], targets: Sequence[memoryview], _is_given_up: Callable[[], bool]) -> None:
-        """Copy the pages in slots of the peer to the targets. Raises TransferError."""
-        with memoryview(self._slots) as memory:
-            for slot, target in zip(slots, targets, strict=True):
-                if not 0 <= slot < self._num_slots:
-                    raise TransferError(f"the peer names slot {slot}, which it does not share")
-                target.cast("B")[:] = memory[slot * self._stride : slot * self._stride + self._page_bytes]
-
-    def close(self) -> None:
-        """Unmap the slots."""
-        self._slots.close()
-
-
-class _Connection:
-    """A connection after its handshake, and the peer's slots if pages are read from there."""
-
-    def __init__(self, channel: Channel, slots: _MappedSlots | NixlSlots | None) -> None:
-        self.channel, self._slots = channel, slots
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether pages are read from the peer's slots."""
-        return self._slots is not None
-
-    def read(self, slots: Sequence[object], pull: Pull, silence_s: float) -> None:
-        """Read the pages in slots of the peer, the next ones of a transfer. Raises TransferError."""
-        assert self._slots is not None
-        targets = pull.slots[pull.num_done : pull.num_done + len(slots)]
-        numbers = [slot for slot in slots if isinstance(slot, int)]
-        if len(numbers) != len(slots):
-            raise TransferError(f"the peer names slots that are no numbers: {slots!r:.100}")
-        deadline_s = time.monotonic() + silence_s + sum(target.nbytes for target in targets) / _LEAST_BYTES_PER_S
-
-        def is_given_up() -> bool:
-            return pull.is_cancelled or time.monotonic() > deadline_s or self.channel.is_readable
-
-        self._slots.read(numbers, targets, is_given_up)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.channel.close()
-        if self._slots is not None:
-            self._slots.close()
-
-
-@dataclass(eq=False)
 class _Peer:
     address: Address
     num_active: int = 0
@@ -174,7 +55,7 @@ class _Peer:
     paused_until_s: float = 0.0
     problem: str = ""
     outcome: str = ""
-    idle: list[_Connection] = field(default_factory=list[_Connection])
+    idle: list[Connection] = field(default_factory=list[Connection])
     incarnation: str = ""
     load: PeerLoad = field(default_factory=PeerLoad)
     heard_s: float = 0.0
@@ -288,7 +169,7 @@ class PageClient:
                     peer.load.scale(factor)
 
     def begin(self, pull: Pull) -> bool:
-        """Start a transfer from the peer from which it is expected first; False if there is none to ask."""
+        """Start a transfer from the peer from which it is expected first; False: there is no peer to ask, or no thread."""
         with self._lock:
             if len(self._pulls) >= MAX_TRANSFERS:
                 return False
@@ -296,7 +177,15 @@ class PageClient:
             if peer is None:
                 return False
             self._pulls.add(pull)
-        threading.Thread(target=self._run, args=(pull, peer), name="kv-page-pull", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(pull, peer), name="kv-page-pull", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread for it
+            with self._lock:
+                self._pulls.discard(pull)
+                peer.num_active -= 1
+                peer.load.end(pull)
+            self.errors.note("starting a KV transfer", error)
+            return False
         return True
 
     def _assign(self, pull: Pull, excluded: Sequence[_Peer]) -> _Peer | None:
@@ -430,12 +319,18 @@ class PageClient:
                 "prompts are computed here, as the prefill engine %s fails (%s): %s", peer.address, outcome, peer.problem
             )
 
-    def _keep(self, peer: _Peer, connection: _Connection) -> None:
-        """Keep a connection for the next transfer; the caller has the lock."""
-        peer.idle.append(connection)
+    def _keep(self, peer: _Peer, connection: Connection) -> None:
+        """Keep a connection for the next transfer, if a thread can watch it; the caller has the lock."""
         if self._watching is None:
-            self._watching = threading.Thread(target=self._watch, name="kv-page-idle", daemon=True)
-            self._watching.start()
+            watching = threading.Thread(target=self._watch, name="kv-page-idle", daemon=True)
+            try:
+                watching.start()
+            except RuntimeError as error:  # the system has no thread for it
+                self.errors.note("watching the connections to prefill engines", error)
+                connection.close()
+                return
+            self._watching = watching
+        peer.idle.append(connection)
 
     def _watch(self) -> None:
         """Close kept connections whose peer has ended, and ask peers without a transfer for their load."""
@@ -486,7 +381,7 @@ class PageClient:
                 pass  # the peer has closed it meanwhile, or was started again
         return self._transfer(pull, peer, self._connect(pull, peer))
 
-    def _connect(self, pull: Pull, peer: _Peer) -> _Connection:
+    def _connect(self, pull: Pull, peer: _Peer) -> Connection:
         channel = Channel(peer.address.connect(self._silence_s), self._silence_s)
         try:
             pull.use(channel)
@@ -495,20 +390,20 @@ class PageClient:
                 if incarnation != peer.incarnation:
                     peer.load.forget()
                 peer.incarnation = incarnation
-            return _Connection(channel, self._open(shared))
+            return Connection(channel, self._open(shared))
         except BaseException:
             pull.use(None)
             channel.close()
             raise
 
-    def _open(self, shared: SharedSlots | Fields | None) -> _MappedSlots | NixlSlots | None:
+    def _open(self, shared: SharedSlots | Fields | None) -> MappedSlots | NixlSlots | None:
         if isinstance(shared, SharedSlots):
-            return _MappedSlots(shared, self._identity.page_bytes)
+            return MappedSlots(shared, self._identity.page_bytes)
         if shared is None or self._nixl is None:
             return None
         return self._nixl.open(shared, self._identity.page_bytes, MAX_MESSAGE_BYTES)
 
-    def _transfer(self, pull: Pull, peer: _Peer, connection: _Connection) -> str:
+    def _transfer(self, pull: Pull, peer: _Peer, connection: Connection) -> str:
         is_clean = False
         try:
             pull.use(connection.channel)
@@ -550,7 +445,7 @@ class PageClient:
         raise_refusal(fields)
         self._note_report(peer, fields)
 
-    def _receive(self, pull: Pull, peer: _Peer, connection: _Connection) -> str:
+    def _receive(self, pull: Pull, peer: _Peer, connection: Connection) -> str:
         channel = connection.channel
         while True:
             channel.send({"type": "pull", "num_taken": pull.num_done})
@@ -580,7 +475,7 @@ class PageClient:
                 return "complete" if pull.num_done == len(pull.keys) else "partial"
 
 
-def _drop(idle: list[_Connection], dropped: list[_Connection]) -> None:
+def _drop(idle: list[Connection], dropped: list[Connection]) -> None:
     for connection in dropped:
         idle.remove(connection)
         connection.close()

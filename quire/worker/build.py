@@ -49,6 +49,7 @@ def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[En
     """
     config = settle_drafts(config)
     report = inspect_model(config)
+    warn_replaced(config, report)
     try:
         head = load_pooling_head(report)
         device = choose_device(config)
@@ -68,6 +69,15 @@ def build_runner(config: EngineConfig, slab: HostSlab | None = None) -> tuple[En
     except ModelFormatError:
         refuse_head(config, report.folder)
         raise
+
+
+def warn_replaced(config: EngineConfig, report: ModelReport) -> None:
+    """Log which options this model does not have as they were given, and what is used."""
+    kv = report.memory.kv
+    if config.kv_cache_dtype not in ("auto", kv.dtype):
+        logger.warning("kv_cache_dtype is %s: a latent row, key and value in one, is %s", config.kv_cache_dtype, kv.dtype)
+    if config.dtype == "float16" and report.device == "cpu" and uses_native_kernels(config, report.spec):
+        logger.warning("dtype is float16: weights are, but the CPU's kernels compute in float32; the KV cache is %s", kv.dtype)
 
 
 def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | None) -> tuple[StepDriver, ModelReport]:

@@ -96,9 +96,15 @@ class ExpertMover:
         layer = self._own_layer(change)
         wanted = [move.new for move in change.moves if move.rank == self._rank]
         if wanted and layer is not None:
-            self._thread = threading.Thread(target=self._load_all, args=(layer, wanted), name="quire-load-experts")
-            self._thread.daemon = True  # an engine that ends does not wait for it
-            self._thread.start()
+            thread = threading.Thread(target=self._load_all, args=(layer, wanted), name="quire-load-experts")
+            thread.daemon = True  # an engine that ends does not wait for it
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread for it: the next call of switch reports it
+                logger.error("no expert of layer %d can be loaded: %s", layer, error)
+                self._error = str(error)
+            else:
+                self._thread = thread
 
     def _own_layer(self, change: ExpertChange) -> int | None:
         """Return which layer of the decoder changes; None: it has another part of the model."""

@@ -132,13 +132,19 @@ class ExpertRebalancer:
             self.start()
 
     def start(self) -> bool:
-        """Begin to rebalance, from the load of the window; False: experts are being moved already."""
+        """Begin to rebalance, from the load of the window; False: experts are being moved already, or no thread
+        can be started."""
         if self.is_active:
             return False
         load = self._window.load(self._read())
         placements = dict(self._mover.placements)
-        self._planning = threading.Thread(target=self._plan, args=(placements, load), name="quire-place-experts", daemon=True)
-        self._planning.start()
+        planning = threading.Thread(target=self._plan, args=(placements, load), name="quire-place-experts", daemon=True)
+        try:
+            planning.start()
+        except RuntimeError as error:  # the system has no thread for it
+            logger.error("the experts cannot be rebalanced now: %s", error)
+            return False
+        self._planning = planning
         return True
 
     def _plan(self, placements: Mapping[int, ExpertPlacement], load: Counts) -> None:

@@ -49,10 +49,10 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     if refusal is not None:
         raise ConfigError(f"pipeline_parallel_size is {size}: it needs the native kernels, which do not run {refusal}")
     spec = report.spec
-    if spec.per_layer_inputs is not None or any(layer.attention.reads_other_layer for layer in spec.layers):
+    if spec.per_layer_inputs is not None or any(layer.attention.kv_source is not None for layer in spec.layers):
         raise ConfigError(
             f"pipeline_parallel_size is {size}, but per-layer inputs and layers that read what another layer has cached "
-            f"or chosen ({spec.model_type}) run on one stage"
+            f"({spec.model_type}) run on one stage"
         )
     if any(layer.shared_block is not None for layer in spec.layers):
         raise ConfigError(
@@ -93,7 +93,7 @@ def draft_bytes(config: EngineConfig, report: ModelReport) -> DraftBytes:
 
 def stages_of(config: EngineConfig, report: ModelReport) -> tuple[PipelineStage, ...]:
     """Return the stages of a configuration on CPUs. Raises ConfigError where the layers cannot be divided so."""
-    stages = given_stages(config, len(report.spec.layers))
+    stages = given_stages(config, report.spec)
     if stages is not None:
         return stages
     # Greedy steps read a copy of the head in bytes instead.
@@ -102,12 +102,24 @@ def stages_of(config: EngineConfig, report: ModelReport) -> tuple[PipelineStage,
     return divide_stages(config, report.spec, _own_parameter_bytes(config, report), most_head_bytes)
 
 
-def given_stages(config: EngineConfig, num_layers: int) -> tuple[PipelineStage, ...] | None:
+def _bound_layers(spec: ModelSpec) -> list[int]:
+    """Return the layers that read what the one before has chosen, or read: they are on its stage."""
+    return [index for index, layer in enumerate(spec.layers) if layer.attention.reads_other_layer]
+
+
+def given_stages(config: EngineConfig, spec: ModelSpec) -> tuple[PipelineStage, ...] | None:
     """Return the stages that pipeline_layers gives, or the only one; None: the layers are to be divided. Raises ConfigError."""
-    if config.pipeline_layers is not None:
-        check_layers(config.pipeline_layers, num_layers)
-        return PipelineStage.all_of(config.pipeline_layers)
-    return PipelineStage.all_of((num_layers,)) if config.pipeline_parallel_size == 1 else None
+    if config.pipeline_layers is None:
+        return PipelineStage.all_of((len(spec.layers),)) if config.pipeline_parallel_size == 1 else None
+    check_layers(config.pipeline_layers, len(spec.layers))
+    stages, bound = PipelineStage.all_of(config.pipeline_layers), _bound_layers(spec)
+    for stage in stages:
+        if stage.start in bound:
+            raise ConfigError(
+                f"pipeline_layers is {config.pipeline_layers}, but layer {stage.start} reads what the one before has chosen: "
+                f"let stages begin with other layers than {bound}"
+            )
+    return stages
 
 
 def divide_stages(
@@ -127,7 +139,7 @@ def divide_stages(
         elif name.startswith("lm_head.") or (name == "embed.weight" and "lm_head.weight" not in sizes):
             head += num_bytes
     head = head if most_head_bytes is None else min(head, most_head_bytes)
-    return PipelineStage.all_of(divide_layers(costs, config.pipeline_parallel_size, head))
+    return PipelineStage.all_of(divide_layers(costs, config.pipeline_parallel_size, head, _bound_layers(spec)))
 
 
 def _read_share(spec: ModelSpec, name: str, index: int) -> float:

@@ -20,18 +20,19 @@ def cpu_ms(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--no-page", "--num-threads", "2")], ids=["default", "threads"])
-def test_processes_without_work_sleep(options):
-    with serving(*options) as server:
-        pids = {"http": server.process.pid, "engine": server.engine_pid()}
-        for stream in (False, True):
-            assert server.post("/v1/completions", completion(64, stream=stream)).status_code == 200
-        busy = {name: cpu_ms(pid) for name, pid in pids.items()}
-        server.wait_for(server.is_idle)
+def test_processes_without_work_sleep():
+    """The default server and one with two threads, at the same time."""
+    with serving() as default, serving("--no-page", "--num-threads", "2") as threads:
+        pids = {}
+        for name, server in (("default", default), ("threads", threads)):
+            pids |= {f"{name} http": server.process.pid, f"{name} engine": server.engine_pid()}
+            for stream in (False, True):
+                assert server.post("/v1/completions", completion(64, stream=stream)).status_code == 200
+            server.wait_for(server.is_idle)
         time.sleep(1)  # threads spin for a while before they sleep
         before = {name: cpu_ms(pid) for name, pid in pids.items()}
         time.sleep(IDLE_S)
         taken = {name: cpu_ms(pid) - before[name] for name, pid in pids.items()}
         print(taken)
-        assert all(value > 0 for value in busy.values())
+        assert all(value > 0 for value in before.values())
         assert all(value <= MAX_CPU_MS for value in taken.values()), taken

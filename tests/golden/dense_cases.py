@@ -171,8 +171,12 @@ MIXTURES: dict[str, tuple[str, Options]] = {
     ),
     "dbrx": (
         "dbrx",
-        {"d_model": 48, "n_layers": 2, "n_heads": 4, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 10000.0}}
-        | {"max_seq_len": 128, "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2}},
+        {"d_model": 48, "n_layers": 2, "n_heads": 4, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 400.0}}
+        | {
+            "max_seq_len": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 400.0},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2},
+        },
     ),
     "sarvam-moe": ("sarvam_moe", {**_EXPERTS, "first_k_dense_replace": 1}),
     "sarvam-mla": ("sarvam_mla", {**_KIMI, "q_lora_rank": None, "num_hidden_layers": 2}),

@@ -269,8 +269,13 @@ def test_metadata_of_no_released_model_is_refused(checkpoint, tmp_path, case, ke
     folder = checkpoint(case, "v4")
     metadata, tensors = parts_of(folder, reference_model(folder))
     arch = metadata["general.architecture"][1]
-    if key == "context_length":  # of releases whose files say which layers have an indexer
+    if key == "context_length":  # of releases whose layers share indexers
         del metadata[f"{arch}.attention.indexer.types"]
+        path = write_gguf(tmp_path / "some.gguf", metadata | {f"{arch}.{key}": value}, tensors)
+        flags = [layer.attention.latent.indexer.is_shared for layer in read_model_spec(path, "float32").layers]
+        assert flags == [False, True, True, False]  # as their tensors are stored
+        first = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("blk.0.indexer.")}
+        tensors |= {f"blk.{index}.{name}": tensor for index in (1, 2) for name, tensor in first.items()}
     path = write_gguf(tmp_path / "m.gguf", metadata | {f"{arch}.{key}": value}, tensors)
     with pytest.raises((ModelFormatError, UnsupportedError), match=r"olmo|attention\.|indexer_|feed_forward_length|rope\."):
         read_model_spec(path, "float32")

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, ConfigError, SamplingParams
 from quire.kernels.native import load_native
 from quire.worker import pipeline_build
 from tests.thread_workers import ThreadWorkers
@@ -17,6 +17,10 @@ pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reas
 
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 9, 25, 31, 32, 33, 45)]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+CASES = [
+    *("phi3-longrope", "gemma2", "gpt-oss", "qwen3-moe-mlp-only", "gpt2-scaled", "llama-mqa"),
+    pytest.param("glm-moe-dsa", marks=pytest.mark.slow),
+]
 OPTIONS = {
     "plain": {},
     "small-pool": {"num_kv_blocks": 9, "max_num_seqs": 5},
@@ -38,7 +42,7 @@ def _outputs(folder, num_stages, **options):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("case", ["phi3-longrope", "gemma2", "gpt-oss", "qwen3-moe-mlp-only", "gpt2-scaled", "llama-mqa"])
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_process(checkpoint, tmp_path, monkeypatch, case, options):
     monkeypatch.setattr(pipeline_build, "spawn_workers", ThreadWorkers)
     folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / "model")
@@ -46,6 +50,9 @@ def test_tokens_are_those_of_one_process(checkpoint, tmp_path, monkeypatch, case
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
     expected, _ = _outputs(folder, 1, **options)
+    if case == "glm-moe-dsa":
+        with pytest.raises(ConfigError, match=r"pipeline_layers is \(2, 2\), but layer 2 reads .* other layers than \[1, 2\]"):
+            _outputs(folder, 2, pipeline_layers=(2, 2))
     found, num_preemptions = _outputs(folder, 2, **options)
     assert found == expected
     if "num_kv_blocks" in options:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers.models.minimax import modeling_minimax
+from transformers.models.minimax_m2 import modeling_minimax_m2
 
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError
@@ -94,6 +98,22 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     native = build_model(spec, open_parameters(folder, spec), 128, 16)
     assert isinstance(native, NativeDecoder) == (load_native() is not None and case not in TORCH_CASES)
     assert (whole_prompt_logits(native, prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
+
+
+def test_minimax_rotates_a_part_of_each_head_as_minimax_m2_does(checkpoint, tmp_path, monkeypatch):
+    """transformers rotates whole heads of MiniMax, the published files (rotary_dim) and its MiniMax-M2 a half."""
+    folder = shutil.copytree(checkpoint("minimax", "v4"), tmp_path / "half")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rotary_dim": 8}))
+    model = reference_model(checkpoint("minimax"))
+    rope = {**model.config.rope_parameters, "partial_rotary_factor": 0.5}
+    monkeypatch.setattr(model.config, "rope_parameters", rope)
+    model.model.rotary_emb = modeling_minimax_m2.MiniMaxM2RotaryEmbedding(model.config)
+    monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", modeling_minimax_m2.apply_rotary_pos_emb)
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPTS[0]])).logits[0]
+    assert (whole_prompt_logits(load_model(folder), PROMPTS[0]) - want).abs().max() <= TOLERANCE
+    assert (whole_prompt_logits(load_model(checkpoint("minimax")), PROMPTS[0]) - want).abs().max() > 10 * TOLERANCE
 
 
 @pytest.mark.one_in(4)

@@ -35,7 +35,7 @@ def _cell(text: object) -> str:
 def _table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     heads = list(heads)
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return lines + ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    return lines + ["| " + " | ".join(_cell(cell) for cell in row).replace("|  |", "| |") + " |" for row in rows]
 
 
 def _code(value: object) -> str:
@@ -63,6 +63,8 @@ def _option_name(action: argparse.Action) -> str:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         return names
     shown = action.metavar or action.dest.upper()
+    if action.nargs is None and shown == action.option_strings[-1].removeprefix("--").upper().replace("-", "_"):
+        return f"{names.removesuffix('`')}=`"
     return f"{names} {_code(shown if isinstance(shown, str) else ' '.join(shown))}"
 
 
@@ -105,23 +107,21 @@ def make_cli_page() -> str:
     for parser in _commands(make_parser()):
         if _has_commands(parser):
             continue
-        description = " ".join((parser.description or "").split())
+        description = " ".join((parser.description or "").split()).removeprefix(f"`{parser.prog}`: ")
+        description = description[:1].upper() + description[1:]
         lines = [f"## {parser.prog}", "", description, "", f"    {_usage(parser)}"]
-        own = [row for group in parser._action_groups if group.title in _OWN_GROUPS for row in _group_rows(group)]
-        if own:
-            lines += ["", *_table(_OPTION_HEADS, own)]
-        for group in parser._action_groups:
-            rows = _group_rows(group)
-            if not rows or group.title in _OWN_GROUPS:
-                continue
-            if group.title == _ENGINE_GROUP:
-                lines += ["", "Also the [options of the engine](engine-options.md)."]
-                continue
-            lines += ["", f"**{str(group.title).capitalize()}**", "", *_table(_OPTION_HEADS, rows)]
+        rows = [row for group in parser._action_groups if group.title in _OWN_GROUPS for row in _group_rows(group)]
+        others = {str(group.title): found for group in parser._action_groups if (found := _group_rows(group))}
+        for title, found in others.items():
+            if title not in (_ENGINE_GROUP, *_OWN_GROUPS):
+                rows += [(f"**{title.capitalize()}**", "", ""), *found]
+        lines += ["", *_table(_OPTION_HEADS, rows)] if rows else []
+        if _ENGINE_GROUP in others:
+            lines += ["", "Also the [options of the engine](engine-options.md)."]
         sections.append(lines)
     text = (
         "Every command also takes `--help`, `--config FILE` (options from a YAML file), `--debug` (show tracebacks) and "
-        "`--log-level debug|info|warning|error`. The exit "
+        "`--log-level debug|info|warning|error`. An option `--name=` takes a value. The exit "
         "status is 0, 1 after an error, 2 for wrong usage and 130 after Ctrl-C."
     )
     return _page("Command line", text, *sections)

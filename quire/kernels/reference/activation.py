@@ -58,7 +58,8 @@ def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
     positive, negative  [1], the two parameters as they are stored, before the softplus
     """
-    beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (XIELU_BETA, XIELU_EPS))
+    # Numbers, as a CUDA graph copies nothing from the host.
+    beta, eps = (float(torch.tensor(number, dtype=x.dtype)) for number in (XIELU_BETA, XIELU_EPS))
     alpha_p, alpha_n = F.softplus(positive), beta + F.softplus(negative)
     rising = alpha_p * x * x + beta * x
-    return torch.where(x > 0, rising, (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x)
+    return torch.where(x > 0, rising, (torch.expm1(x.clamp(max=eps)) - x) * alpha_n + beta * x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,18 +11,32 @@ from torch import Tensor
 from quire.contracts.model_spec import NormSpec
 
 
-def normalize(x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+def unit_of(x: Tensor, spec: NormSpec) -> Tensor:
+    """Return x [..., N], with kind "layer" less its mean, over the root of its mean square, in f32."""
+    wide = x.float()
+    if spec.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+
+
+def normalize(
+    x: Tensor,
+    spec: NormSpec,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    unit: Callable[[Tensor, NormSpec], Tensor] = unit_of,
+) -> Tensor:
     """Normalise x over its last dimension.
 
     x             [..., N], any float dtype
     weight, bias  [N], dtype of x, or [H, N] for heads x [T, H, N]; weight None without has_weight; bias only for kind "layer"
                   with has_bias
+    unit          as unit_of, with sums of its own
     Returns       [..., N] in x's dtype; sums are in f32
     """
     if spec.kind == "layer":
-        return _layer_norm(x, spec, weight, bias)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        return _layer_norm(x, spec, weight, bias, unit)
+    wide = unit(x, spec)
     if weight is None:
         return wide.to(x.dtype)
     if spec.late_cast:
@@ -28,11 +44,11 @@ def normalize(x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | N
     return (weight + spec.offset if spec.offset else weight) * wide.to(x.dtype)
 
 
-def _layer_norm(x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _layer_norm(
+    x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, unit: Callable[[Tensor, NormSpec], Tensor]
+) -> Tensor:
     if weight is not None and (weight.dim() > 1 or spec.late_cast):
-        wide = x.float()
-        wide = wide - wide.mean(-1, keepdim=True)
-        wide = (weight.float() + spec.offset) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps))
+        wide = (weight.float() + spec.offset) * unit(x, spec)
         return (wide if bias is None else wide + bias.float()).to(x.dtype)
     weight = weight + spec.offset if weight is not None and spec.offset else weight
     return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)

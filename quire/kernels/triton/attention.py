@@ -148,7 +148,7 @@ def attend_launches(
             f"with a window ({spec.window} tokens) or ALiBi all drafts of a tree must be rows of the step, as their "
             "positions are needed, but the first ones are cached; compute them again"
         )
-    _, group, dim, *_ = _Heads.of(spec)
+    _, group, dim, *_ = heads = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
     fixed = in_order_attention_tile(*kinds) if is_in_order else None
     num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype, is_in_order)
@@ -160,7 +160,7 @@ def attend_launches(
         tile = fixed or long_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
-        call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order, slopes)
+        call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order, slopes, heads)
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
     return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
@@ -238,11 +238,11 @@ def _short_call(
     is_in_order: bool,
     slopes: Tensor | None = None,
 ) -> _Call:
-    _, group, dim, *_ = _Heads.of(spec)
+    _, group, dim, *_ = heads = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
     tile = in_order_attention_tile(*kinds) if is_in_order else short_attention_tile(dim, group, *kinds[1:])
     rows = power_of_two(tiles.num_queries * group, tile.rows)
-    return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order, slopes)
+    return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order, slopes, heads)
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
@@ -263,11 +263,8 @@ class _Call(NamedTuple):
     tile: AttentionTile
     chunk: int
     is_in_order: bool
-    slopes: Tensor | None = None
-
-    @property
-    def heads(self) -> _Heads:
-        return _Heads.of(self.spec)
+    slopes: Tensor | None
+    heads: _Heads
 
 
 def _split(call: _Call) -> list[Launch]:
@@ -337,7 +334,7 @@ def _split_on_device(call: _Call, sums: Tensor | None = None) -> list[Launch]:
         num_items = tiles.num_tiles * min(most or num_chunks, num_chunks)
         plan = call.step.plans[key] = ChunkPlan(*(_empty(call, size) for size in (tiles.num_tiles + 1, num_items)))
         launches.append(_plan_chunks(call, plan, most))
-    shape = (len(plan.tiles), num_kv_heads, tiles.num_queries * group)
+    shape = (plan.tiles.shape[0], num_kv_heads, tiles.num_queries * group)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=call.q.device)
     log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
     merge = _merge_items(call, plan, partial, log_sums, sums)
@@ -377,7 +374,7 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
         "num_tiles": call.tiles.num_tiles,
     }
     constants = {**_key_constants(call), "MOST": most}
-    grid = (min(len(plan.tiles), max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
+    grid = (min(plan.tiles.shape[0], max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
     # With two rows of queries a third stage gets no buffer of its own, and needs a register too many on Triton 3.9.
     has_two_rows = constants["QUERIES"] * constants["GROUP"] == 2
     # The same holds where positions of trees are compared.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, itemgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -87,34 +86,35 @@ class _Code:
     """
 
     def __init__(self, driver: Driver, device: int, function: int, metadata: Any, formats: str, order: Sequence[int]) -> None:
-        packer = struct.Struct("@" + formats + _SCRATCH)
         self._driver, self._device, self._function, self._lock = driver, device, ctypes.c_void_p(function), Lock()
         _check_layout(driver, self._function, formats + _SCRATCH)
-        self._pack, self._buffer = packer.pack_into, ctypes.create_string_buffer(packer.size)
-        self._size, self._attribute = ctypes.c_size_t(packer.size), _Attribute(id=_PDL, value=1)
+        self._size, self._attribute = ctypes.c_size_t(struct.calcsize("@" + formats + _SCRATCH)), _Attribute(id=_PDL, value=1)
+        self._pack, self._buffer = struct.Struct("@" + formats).pack_into, ctypes.create_string_buffer(self._size.value)
         where, size = ctypes.addressof(self._buffer), ctypes.addressof(self._size)
         self._extra = (ctypes.c_void_p * 5)(_PARAM_BUFFER, where, _PARAM_SIZE, size, 0)
         self._config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.pointer(self._attribute))
         self._config.num_attributes = int(metadata.launch_pdl)
         self._call = ctypes.addressof(self._config), self._function, None, ctypes.addressof(self._extra)
-        self._order = _getter(order)
+        self._order, self._start = _getter(order), driver.cuLaunchKernelEx
         self._grid: tuple[int, ...] = ()
         self._stream: int | None = None
 
     def launch(self, grid: tuple[int, ...], values: Sequence[int | float], stream: int) -> None:
-        """Launch with these pointers and numbers. Raises RuntimeError with what the driver says."""
-        config = self._config
+        """Launch with these pointers and numbers.
+
+        Raises RuntimeError with what the driver says, and struct.error for numbers that the code does not take.
+        """
         with self._lock:  # threads share the description
-            self._pack(self._buffer, 0, *self._order(values), 0, 0)
+            self._pack(self._buffer, 0, *self._order(values))
             if grid != self._grid:
-                self._grid = grid
+                self._grid, config = grid, self._config
                 config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
             if stream != self._stream:
-                self._stream = config.stream = stream
-            status = self._driver.cuLaunchKernelEx(*self._call)
+                self._stream = self._config.stream = stream
+            status = self._start(*self._call)
             if status == _INVALID_CONTEXT:  # nothing has used the device in this thread yet
                 torch.cuda.set_device(self._device)
-                status = self._driver.cuLaunchKernelEx(*self._call)
+                status = self._start(*self._call)
         if status != 0:
             raise RuntimeError(f"CUDA error at a launch: {_error_text(self._driver, status)}")
 
@@ -148,8 +148,8 @@ class _Kind(NamedTuple):
     codes             by what else code is compiled for; None: Triton launches it
     """
 
-    tensors: Callable[[Values], Sequence[Tensor]]
-    numbers: Callable[[Values], Sequence[int | float]]
+    tensors: Callable[[Values], tuple[Tensor, ...]]
+    numbers: Callable[[Values], tuple[int | float, ...]]
     specialized: tuple[int, ...]
     names: tuple[str, ...]
     codes: dict[tuple[object, ...], _Code | None]
@@ -172,8 +172,9 @@ class BoundLauncher:
 
     def run(self, launch: Launch) -> None:
         """Launch on the current stream of the current device."""
-        kernel, grid, arguments, constants, *options = launch
-        key = (kernel.fn, *options, *constants, *constants.values(), *arguments, *map(type, arguments.values()))
+        kernel, grid, arguments, constants, warps, stages, fuses, begins = launch
+        kinds = map(type, arguments.values())
+        key = (kernel.fn, warps, stages, fuses, begins, *constants, *constants.values(), *arguments, *kinds)
         try:
             kind = self._kinds[key]
         except KeyError:
@@ -186,18 +187,17 @@ class BoundLauncher:
         active = triton.runtime.driver.active
         device = active.get_current_device()
         tensors, numbers = kind.tensors(arguments), kind.numbers(arguments)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = tuple(map(_address_of, tensors))
         own = (device, *map(_dtype_of, tensors), *_classes(addresses, numbers, kind.specialized))
-        values, stream = (*addresses, *numbers), active.get_current_stream(device)
-        try:
-            code = kind.codes[own]
-        except KeyError:
-            kind.codes[own] = self._run_first(launch, kind, values, device, stream)
-            return
-        if code is None:
-            run_by_triton(launch)
-        else:
-            code.launch(grid, values, stream)
+        values, stream = addresses + numbers, active.get_current_stream(device)
+        code = kind.codes.get(own)
+        if code is not None:
+            try:
+                code.launch(grid, values, stream)
+                return
+            except struct.error:  # a number is too wide: there is other code for it
+                pass
+        self._run_rare(launch, kind, (*own, *_widths(numbers)), values, device, stream)
 
     def _warn(self, launch: Launch, reason: str) -> None:
         """Say once for each reason that a launch goes through Triton: an old driver is one for all kernels."""
@@ -210,6 +210,18 @@ class BoundLauncher:
     def _prepare(self, launch: Launch) -> None:
         for prepare in tuple(self.before_first):
             prepare(launch)
+
+    def _run_rare(
+        self, launch: Launch, kind: _Kind, own: tuple[object, ...], values: Sequence[int | float], device: int, stream: int
+    ) -> None:
+        """Launch what comes first, has wide numbers, or is left to Triton."""
+        code = kind.codes.get(own)
+        if code is not None:
+            code.launch(launch.grid, values, stream)
+        elif own in kind.codes:
+            run_by_triton(launch)
+        else:
+            kind.codes[own] = self._run_first(launch, kind, values, device, stream)
 
     def _run_first(self, launch: Launch, kind: _Kind, values: Sequence[int | float], device: int, stream: int) -> _Code | None:
         """Launch what came first, and return its code; None: Triton has launched it, and is to."""
@@ -239,7 +251,7 @@ def compiled_of(launch: Launch) -> Any:
     return launch.kernel.warmup(grid=(1,), **placed(launch.arguments), **launch.constants, **launch.options)
 
 
-_dtype_of = attrgetter("dtype")
+_dtype_of, _address_of = attrgetter("dtype"), Tensor.data_ptr
 
 
 def _kind_of(launch: Launch) -> _Kind | None:
@@ -262,16 +274,21 @@ def _getter(keys: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def _classes(addresses: Sequence[int], numbers: Sequence[int | float], specialized: tuple[int, ...]) -> tuple[object, ...]:
-    """Return what else of the values code is compiled for, at least as finely as Triton tells them apart."""
-    is_aligned = reduce(or_, addresses, 0) % _ALIGNMENT == 0
-    found: tuple[object, ...] = () if is_aligned else tuple([address % _ALIGNMENT == 0 for address in addresses])
+    """Return what else of the values code is compiled for but `_widths`, at least as finely as Triton tells them apart."""
+    found: tuple[object, ...] = ()
+    for address in addresses:
+        if address % _ALIGNMENT:
+            found = tuple([each % _ALIGNMENT == 0 for each in addresses])
+            break
     for index in specialized:
         number = numbers[index]
-        found = (*found, 1 if number == 1 else number % _ALIGNMENT == 0 and _ALIGNMENT)
-    if numbers and (min(numbers) < -_WIDE or max(numbers) >= _WIDE):
-        wide = [(index, number >= _UNSIGNED) for index, number in enumerate(numbers) if not -_WIDE <= number < _WIDE]
-        found = (*found, *wide)
+        found += (1 if number == 1 else number % _ALIGNMENT == 0 and _ALIGNMENT,)
     return found
+
+
+def _widths(numbers: Sequence[int | float]) -> list[tuple[int, bool]]:
+    """Return which numbers do not fit into 32 bits, and whether they fit into 63."""
+    return [(index, number >= _UNSIGNED) for index, number in enumerate(numbers) if not -_WIDE <= number < _WIDE]
 
 
 def _load(driver: Driver, compiled: Any, kind: _Kind, device: int) -> _Code:

@@ -9,9 +9,6 @@ from typing import Protocol
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-"""The layout of a box in shared memory: rows of 64 elements of 16 bits."""
-
 
 class HasAddress(Protocol):
     """A tensor, or what stands for one where none is needed."""
@@ -31,17 +28,23 @@ class Boxes:
     """A contiguous tensor of 16-bit elements, seen as a matrix of which a kernel copies one box after the other.
 
     tensor       at an address that is a multiple of 16
-    shape        of the matrix, (rows, columns)
-    box          rows of a box, and its 64 columns
+    shape        of the matrix, (rows, columns); a row has a multiple of 16 bytes
+    box          rows of a box, and its columns: 8, 16, 32 or 64
     """
 
     tensor: HasAddress
     shape: tuple[int, int]
     box: tuple[int, int]
 
+    @property
+    def layout(self) -> NVMMASharedLayout:
+        """The layout of a box in shared memory: its rows are swizzled, but not those of 16 bytes."""
+        width = 2 * self.box[1]
+        return NVMMASharedLayout(swizzle_byte_width=width if width > 16 else 0, element_bitwidth=16)
+
     def descriptor(self) -> TensorDescriptor:
         """Return the descriptor, as Triton's launcher takes it."""
-        return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), SWIZZLED)
+        return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), self.layout)
 
 
 def placed(arguments: Mapping[str, object]) -> dict[str, object]:

@@ -10,12 +10,15 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import triton
@@ -73,6 +76,7 @@ class CompileServer:
         finally:
             for worker in (*self._idle, *(worker for worker, *_ in self._running.values())):
                 worker.process.kill()
+                worker.process.join()
 
     def _receive(self) -> bool:
         """Take an order; return whether there may be others."""
@@ -129,6 +133,7 @@ class _Worker(NamedTuple):
 
 def _compile_all(connection: Connection, arch: int, inherited: Sequence[Connection]) -> None:
     """Compile what arrives, until the connection ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()
     with suppress(EOFError, BrokenPipeError):  # the server has gone
@@ -144,14 +149,38 @@ def _compile_all(connection: Connection, arch: int, inherited: Sequence[Connecti
 
 def _build_driver_library() -> None:
     """Build the library through which Triton calls the driver, where there is one: it takes a C compiler half a second."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
 
 
+@contextmanager
+def _ending_all() -> Iterator[None]:
+    """End with this process, also by SIGTERM, all that it has started, assemblers too, and remove their files.
+
+    What Triton's cache then has of a kernel is not found there without the file that is written last.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    with TemporaryDirectory(prefix="quire-compiling-", ignore_cleanup_errors=True) as tempfile.tempdir:
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.killpg(0, signal.SIGTERM)
+            for child in multiprocessing.active_children():
+                child.join()
+
+
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument, for the compute capability that is the second."""
-    connection, arch = Connection(int(sys.argv[1])), int(sys.argv[2])
+    with _ending_all():
+        _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+
+
+def _serve(connection: Connection, arch: int) -> None:
     os.nice(_NICE)
     _FORK.Process(target=_build_driver_library).start()
     with triton.knobs.compilation.scope():

@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.boxes import SWIZZLED, Boxes
+from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.launching import Argument, Launch
 
 _TYPE_NAMES = {
@@ -32,6 +32,7 @@ _TYPE_NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
@@ -95,7 +96,7 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
 def _type_name(value: Argument, is_plain: bool) -> str:
     if isinstance(value, Boxes):
         columns = f"{value.box[0]}, {value.box[1]}"
-        return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{SWIZZLED!r}>"
+        return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{value.layout!r}>"
     if isinstance(value, Tensor):
         return "*" + _TYPE_NAMES[value.dtype]
     if isinstance(value, float):

@@ -44,7 +44,7 @@ def attend_prompts_launch(
     if not (is_plain and is_placed and is_known and tiles.sequences is not None and runs_on(q.device)):
         return None
     tile = prompt_tile(spec.head_dim, q.dtype, k.dtype)
-    if tile is None or tiles.num_tiles > _MOST_PADDING * -(-len(q) // tiles.num_queries):
+    if tile is None or tiles.num_tiles > _MOST_PADDING * -(-q.shape[0] // tiles.num_queries):
         return None
     # Few programs begin with the longest of all heads, so that the last ones are short. Of many, those of one head run
     # together, as they read the same keys.

@@ -28,8 +28,8 @@ _BOX = gl.constexpr(BOX)
 _GROUP_ROWS = gl.constexpr(ROWS // 2)
 # Versions of Triton after 3.6 have other names.
 _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_synchronise = getattr(gl, "barrier", None) or gl.thread_barrier  # waits for the other warps of the same partition
-_copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # zeros where rows are out of bounds
+synchronise = getattr(gl, "barrier", None) or gl.thread_barrier  # waits for the other warps of the same partition
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # zeros where rows are out of bounds
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def _load_tile(
         row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE // _BOX * _BOX
         for half in gl.static_range(HALVES):
             box = boxes.index((stage * HALVES + half) * PARTS + part)
-            _copy_box(desc, [row, half * _BOX], ready.index(stage), box)
+            copy_box(desc, [row, half * _BOX], ready.index(stage), box)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def _clear_tail(
         keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
         v_tile.store(gl.where((keys < context_len)[:, None], v, gl.full_like(v, 0.0)))
         fence_async_shared()
-        _synchronise()
+        synchronise()
 
 
 @gluon.jit
@@ -232,11 +232,11 @@ def _attend_tiles(
         if TAKES_TURNS:
             mbarrier.arrive(turns.index(1 - ME))
         scores = warpgroup_mma_wait(1, deps=[coming])
-        _synchronise()
+        synchronise()
         mbarrier.arrive(k_free.index(stage))
         weights, shrink, best, total = _weigh(scores, best, total, queries, key, scale, IS_LAST, BLOCK_N, S_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _synchronise()
+        synchronise()
         mbarrier.arrive(v_free.index(v_stage))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
         p = gl.convert_layout(weights.to(p.dtype), P_LAYOUT)
@@ -283,7 +283,7 @@ def _attend_rows(
     q_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, Q_LAYOUT))
     q_tile.store(gl.load(q_ptr + q_places[:, None] + q_dims[None, :]))
     fence_async_shared()
-    _synchronise()
+    synchronise()
     place, num_tiles, num_masked = _find_tiles(left, context_len, QUERIES, BLOCK_N)
     first = (num_tiles - 1) * BLOCK_N
     rows = _GROUP_ROWS * ME + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -301,7 +301,7 @@ def _attend_rows(
     if TAKES_TURNS:
         mbarrier.arrive(turns.index(1 - ME))
     scores = warpgroup_mma_wait(0, deps=[coming])
-    _synchronise()
+    synchronise()
     mbarrier.arrive(k_free.index(0))
     weights, _, best, total = _weigh(scores, best, total, queries, first, scale, True, BLOCK_N, S_LAYOUT)
     p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
@@ -384,7 +384,7 @@ def attend_prompts(
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)
     fence_async_shared()
-    _synchronise()
+    synchronise()
     table_ptr = block_tables_ptr + sequence.to(gl.int64) * table_stride
     gl.warp_specialize(
         [

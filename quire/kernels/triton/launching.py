@@ -110,9 +110,12 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtyp
 
 
 def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    return len(sizes) == len(shape) and sizes == tuple(
-        [size if wanted is None else wanted for size, wanted in zip(sizes, shape, strict=True)]
-    )
+    if len(sizes) != len(shape):
+        return False
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110 - a generator takes longer, and launches wait for this
+        if wanted is not None and size != wanted:
+            return False
+    return True
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:
@@ -121,6 +124,7 @@ def _has_whole_rows(tensor: Tensor) -> bool:
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless check_tensor accepts a tensor and it is contiguous."""
-    check_tensor(name, tensor, shape, *dtypes)
-    if not tensor.is_contiguous():
+    sizes = tensor.shape
+    if not (tensor.is_contiguous() and tensor.dtype in dtypes and (sizes == shape or _fits(sizes, shape))):
+        check_tensor(name, tensor, shape, *dtypes)
         raise InvariantError(f"{name} must be in one piece, got strides {tensor.stride()} for {tuple(tensor.shape)}")

@@ -144,7 +144,7 @@ def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups, num_slo
         "BLOCK_N": block,
         "BLOCK_K": min(_SHRINK_COLUMNS, power_of_two(num_columns, 16)),
     }
-    return Launch(shrink_rows, (ceil_divide(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
+    return Launch(shrink_rows, (groups.tiles.num_tiles, ceil_divide(num_outputs, block)), arguments, constants, 4, 3)
 
 
 def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch:
@@ -165,7 +165,7 @@ def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch
         "BLOCK_N": _EXPAND_OUTPUTS,
         "BLOCK_R": power_of_two(rank, _LEAST_RANKS),
     }
-    return Launch(expand_rows, (ceil_divide(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
+    return Launch(expand_rows, (groups.tiles.num_tiles, ceil_divide(num_outputs, _EXPAND_OUTPUTS)), arguments, constants, 4, 1)
 
 
 def _tile_arguments(groups: RowGroups) -> dict[str, Tensor | None]:

@@ -56,18 +56,18 @@ def shrink_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write outputs program_id(0) of a x of the rows of tile program_id(1): out [T, NUM_OUTPUTS] in its dtype.
+    """Write outputs program_id(1) of a x of the rows of tile program_id(0): out [T, NUM_OUTPUTS] in its dtype.
 
     x [T / NUM_SLOTS, NUM_COLUMNS], of which NUM_SLOTS rows share each; a [adapters, NUM_OUTPUTS, NUM_COLUMNS]
     """
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
     adapter = tl.load(tile_adapters_ptr + tile).to(tl.int64)
     if adapter < 0:
         return
     rows = _tile_rows(rows_ptr, tile, BLOCK_M)
     is_row = rows >= 0
     columns = tl.arange(0, BLOCK_K)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < NUM_OUTPUTS
     a_ptr += adapter * (NUM_OUTPUTS * NUM_COLUMNS)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -99,11 +99,11 @@ def expand_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Add outputs program_id(0) of b x of the rows of tile program_id(1) to y [T, NUM_OUTPUTS]; both are rounded to y's dtype.
+    """Add outputs program_id(1) of b x of the rows of tile program_id(0) to y [T, NUM_OUTPUTS]; both are rounded to y's dtype.
 
     x [T, RANK]; b [adapters, NUM_OUTPUTS, RANK], adapters adapter_stride apart
     """
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
     adapter = tl.load(tile_adapters_ptr + tile).to(tl.int64)
     if adapter < 0:
         return
@@ -111,7 +111,7 @@ def expand_rows(
     is_row = rows >= 0
     ranks = tl.arange(0, BLOCK_R)
     is_rank = ranks < RANK
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < NUM_OUTPUTS
     x_places = rows.to(tl.int64)[:, None] * x_stride + ranks[None, :]
     x = tl.load(x_ptr + x_places, mask=is_row[:, None] & is_rank[None, :], other=0.0)

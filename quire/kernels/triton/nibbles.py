@@ -12,21 +12,23 @@ import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED, cast_to
 
-_TO_F32 = tl.constexpr(
-    """{
-    .reg .b32 w, b;
-    shr.u32 w, $8, 16;
-    lop3.b32 b, $8, 0x0000000f, 0x4b000000, 0xea; fma.rn.f32 $0, b, 0f3f800000, 0fcb000000;
-    lop3.b32 b, $8, 0x00000f00, 0x4b000000, 0xea; fma.rn.f32 $1, b, 0f3b800000, 0fc7000000;
-    lop3.b32 b, w, 0x0000000f, 0x4b000000, 0xea; fma.rn.f32 $2, b, 0f3f800000, 0fcb000000;
-    lop3.b32 b, w, 0x00000f00, 0x4b000000, 0xea; fma.rn.f32 $3, b, 0f3b800000, 0fc7000000;
-    lop3.b32 b, $8, 0x000000f0, 0x4b000000, 0xea; fma.rn.f32 $4, b, 0f3d800000, 0fc9000000;
-    lop3.b32 b, $8, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $5, b, 0f39800000, 0fc5000000;
-    lop3.b32 b, w, 0x000000f0, 0x4b000000, 0xea; fma.rn.f32 $6, b, 0f3d800000, 0fc9000000;
-    lop3.b32 b, w, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $7, b, 0f39800000, 0fc5000000;
-    }"""
-)
-"""Of four bytes ($8), the low bits of each ($0 to $3) and the high bits: (2**23 + code * 2**s) / 2**s - 2**(23 - s)."""
+
+def _to_f32(*order: int) -> tl.constexpr:
+    """Return the assembly that converts four bytes ($8): the low bits of each, then the high bits of each, go to $`order`.
+
+    A number is (2**23 + code * 2**s) / 2**s - 2**(23 - s).
+    """
+    lines = "{\n.reg .b32 w, b;\nshr.u32 w, $8, 16;\n"
+    for place, target in enumerate(order):
+        source, shift = "w" if place & 2 else "$8", 8 * (place & 1) + 4 * (place >> 2)
+        lines += f"lop3.b32 b, {source}, 0x{15 << shift:08x}, 0x4b000000, 0xea; "
+        lines += f"fma.rn.f32 ${target}, b, 0f{(127 - shift) << 23:08x}, 0f{(256 + 150 - shift) << 23:08x};\n"
+    return tl.constexpr(lines + "}")
+
+
+_TO_F32 = _to_f32(0, 1, 2, 3, 4, 5, 6, 7)
+PAIRS_TO_F32 = _to_f32(0, 2, 1, 3, 4, 6, 5, 7)
+"""Of two pairs of bytes: the low bits of both first bytes, those of both second bytes, then the high bits likewise."""
 
 
 def _to_halves(power: str, one: str, kind: str) -> tl.constexpr:

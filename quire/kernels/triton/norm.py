@@ -31,6 +31,13 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
+def unit_rows(x: Tensor, spec: NormSpec) -> Tensor:
+    """Return what `unit_of` of kernels/reference/norm.py does; unlike those of torch's sums, the bits of a row do not depend on
+    the number of rows."""
+    rows = x.float().flatten(0, -2)
+    return normalize(rows, Norm(NormSpec(spec.kind, spec.eps), rows.new_ones(rows.shape[1]))).view(x.shape)
+
+
 def add_and_normalize(
     x: Tensor, branch: Tensor, norm: Norm | None, branch_norm: Norm | None = None, residual_scale: float = 1.0
 ) -> Tensor:

@@ -14,12 +14,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
-from quire.kernels.triton.device_traits import device_traits
+from quire.kernels.triton.device_traits import DeviceTraits, device_traits
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,7 @@ class TileRule(NamedTuple):
         return all(_holds(name, wanted, shape) for name, wanted in self.when.items())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TileTable:
     """The rules of every kernel for one device, in order of precedence.
 
@@ -55,15 +56,7 @@ class TileTable:
 
     def find(self, kernel: str, shape: Mapping[str, Number]) -> Mapping[str, int | bool]:
         """Return the tile of a kernel for a shape on the GPU in use. Raises ConfigError if no rule applies."""
-        traits = device_traits()
-        device = {"matrix_instruction": traits.matrix_instruction, "shared_kib": traits.shared_bytes >> 10}
-        shape = {**device, **shape}
-        for rule in self.rules.get(kernel, ()):
-            if rule.holds(shape):
-                return rule.tile
-        raise ConfigError(
-            f"the table of tiles for {self.device} has none for {kernel} with {dict(shape)}; create it again with quire tune"
-        )
+        return _find(self, device_traits(), kernel, tuple(shape.items()))
 
     def over(self, other: TileTable) -> TileTable:
         """Return this table, with the rules of another appended."""
@@ -79,6 +72,20 @@ class TileTable:
         }
         table = {"device": self.device, "capability": self.capability, "tiles": tiles}
         return {"version": _VERSION, "tables": [table]}
+
+
+@lru_cache(maxsize=4096)
+def _find(
+    table: TileTable, traits: DeviceTraits, kernel: str, items: tuple[tuple[str, Number], ...]
+) -> Mapping[str, int | bool]:
+    """Return the tile; remembered, as every layer of every step that is not recorded asks for it."""
+    shape = {"matrix_instruction": traits.matrix_instruction, "shared_kib": traits.shared_bytes >> 10, **dict(items)}
+    for rule in table.rules.get(kernel, ()):
+        if rule.holds(shape):
+            return rule.tile
+    raise ConfigError(
+        f"the table of tiles for {table.device} has none for {kernel} with {shape}; create it again with quire tune"
+    )
 
 
 def read_tables(path: Path) -> list[TileTable]:

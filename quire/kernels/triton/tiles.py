@@ -169,6 +169,20 @@ def linear_tile(num_tokens: int, dtype: torch.dtype, num_rows: int, has_offsets:
     return LinearTile(**active_table().find("linear", shape))
 
 
+class ManyTile(NamedTuple):
+    """tokens of a tile, at most 256, and runs of columns that are loaded ahead."""
+
+    tokens: int
+    num_stages: int
+
+
+def many_tile(num_tokens: int, dtype: torch.dtype, num_rows: int) -> ManyTile | None:
+    """Return the tile of multiply_dequantised, the kernel for Hopper and many tokens; None: others are used."""
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows}
+    found = dict(active_table().find("linear-many", shape))
+    return ManyTile(**found) if found.pop("is_specialized") else None
+
+
 class DenseTile(NamedTuple):
     """rows of the weight times tokens, columns taken at once."""
 

@@ -13,6 +13,7 @@ from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Piece, Source, Sources, join_qkv, rename
 
 MODEL_TYPE = "dbrx"
+_DEFAULT_THETA = 10000.0
 _KEYS = {
     **{"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
     "max_seq_len": "max_position_embeddings",
@@ -35,7 +36,10 @@ def read_spec(config: ConfigView) -> ModelSpec:
     attention = replace(attention, num_kv_heads=num_kv_heads, clip_qkv=options.nullable_number("clip_qkv"))
     if options.has("rope_theta") and attention.rope is not None:
         # Files that transformers 5 has saved have its default outside of attn_config, which the model was not trained with.
-        attention = replace(attention, rope=replace(attention.rope, theta=options.number("rope_theta")))
+        theta = options.number("rope_theta")
+        if attention.rope.theta not in (theta, _DEFAULT_THETA):
+            raise options.error("rope_theta", theta, f"that of rope_parameters ({attention.rope.theta:g})")
+        attention = replace(attention, rope=replace(attention.rope, theta=theta))
     moe = read_moe(feed_forward, "ffn_hidden_size", ("moe_num_experts",), "moe_top_k")
     feed_forward.nested("ffn_act_fn").refuse_other("name", "silu")
     order = feed_forward.nullable_number("moe_normalize_expert_weights")

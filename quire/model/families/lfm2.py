@@ -85,7 +85,7 @@ def _read(config: ConfigView, mlps: list[MlpSpec | MoeSpec]) -> ModelSpec:
         config.integer("hidden_size"), config.integer("conv_L_cache", minimum=2), has_bias=config.boolean("conv_bias")
     )
     attended = None if config.raw("full_attn_idxs") is None else config.integers("full_attn_idxs")
-    kinds = read_layer_kinds(config, "conv", lambda index: attended is not None and index not in attended)
+    kinds = read_layer_kinds(config, "conv", lambda index: attended is not None and index not in attended, "full_attn_idxs")
     layers = [
         LayerSpec(NO_ATTENTION, mlp, attn_in=norm, mlp_in=norm, mixer=conv)
         if is_conv

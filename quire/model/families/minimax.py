@@ -64,7 +64,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
             ),
         )
         for index, is_linear in enumerate(
-            read_layer_kinds(config, "linear_attention", lambda i: not flags[i] if flags else i % 2 == 1)
+            read_layer_kinds(config, "linear_attention", lambda i: not flags[i] if flags else i % 2 == 1, "attn_type_list")
         )
     ]
     return assemble(config, layers, norm, has_own_layer_types=True)

@@ -71,10 +71,13 @@ def _read_kinds(config: ConfigView, key: str, old: str, kinds: tuple[str, str]) 
     """Return the kind of each layer: by `key`, by a list of 0 and 1 under an old key, or by transformers' default."""
     num_layers, found = config.integer("num_hidden_layers"), config.strings(key)
     given = config.table("sparse_attention_config").get(old) if key == "layer_types" else config.raw(old)
-    if found is None and given is not None:
+    if given is not None:
         if not isinstance(given, list) or not {*given} <= {0, 1}:
             raise config.error(old, given, "a list of 0 and 1")
-        found = [kinds[flag] for flag in given]
+        named = [kinds[flag] for flag in given]
+        if found not in (None, named):
+            raise config.error(key, found, f"of the same kinds as {old}: {named}")
+        found = named
     if found is None:
         return [_FULL if key == "layer_types" else "sparse"] * num_layers
     if len(found) != num_layers or not {*found} <= {*kinds}:

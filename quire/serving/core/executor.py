@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random as randomness
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -93,7 +94,7 @@ class TokenizerPool:
         weight_of: Callable[[str], float] = lambda _: 1.0,
         random: Callable[[], float] = randomness.random,
     ) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-prepare")
+        self._pool = _started_pool(num_threads)
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._weight_of = weight_of
@@ -236,6 +237,20 @@ class _Outcome:
     error: BaseException | None
     elapsed_s: float
     processor_s: float
+
+
+def _started_pool(num_threads: int) -> ThreadPoolExecutor:
+    """Return a pool whose threads run already, so that no call finds that the system has none for it. Raises RuntimeError."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-prepare")
+    all_run = threading.Barrier(num_threads)
+    try:
+        for _ in range(num_threads):
+            pool.submit(all_run.wait)
+    except BaseException:
+        all_run.abort()
+        pool.shutdown(cancel_futures=True)
+        raise
+    return pool
 
 
 def _timed(function: Callable[[], Any]) -> _Outcome:

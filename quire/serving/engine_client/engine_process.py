@@ -137,7 +137,12 @@ class EngineProcess:
             self._release()
             raise
         output = self._process.stdout
-        self._log = None if output is None else EngineLog(os.fdopen(os.dup(output.fileno()), "rb"))
+        try:
+            self._log = None if output is None else EngineLog(os.fdopen(os.dup(output.fileno()), "rb"))
+        except BaseException:
+            self._process.kill()
+            self._release()
+            raise
         if output is not None:
             output.close()
         self._send_start(write_start(start))

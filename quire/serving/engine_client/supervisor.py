@@ -215,7 +215,7 @@ class Supervisor:
             )
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)
-        except (OSError, zmq.ZMQError) as error:
+        except (OSError, RuntimeError, zmq.ZMQError) as error:  # RuntimeError: the system has no thread for its log
             return _End("it could not be started", f"the engine's process could not be started: {error}")
         self.engine = engine
         try:

@@ -234,15 +234,17 @@ def build_rank(
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     choose_tiles(config, device)
-    memory = _memory_to_plan(device)
+    memory = _memory_to_plan(device, group)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
+    compilation = None
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
         compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         decoder = _load_decoder(config, report, device, parameters, group)
         stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
+        stepper.compilation = compilation
         if group is not None:
             if compilation is not None:
                 compilation.wait()
@@ -255,7 +257,9 @@ def build_rank(
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
-    except RuntimeError as error:
+    except BaseException as error:
+        if compilation is not None:
+            compilation.stop()
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
@@ -372,9 +376,11 @@ def choose_tiles(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("tile_table is for a GPU; leave it out")
 
 
-def _memory_to_plan(device: torch.device) -> DeviceMemory | None:
+def _memory_to_plan(device: torch.device, group: GpuGroup | None) -> DeviceMemory | None:
     """Return the memory that is measured, and divided; None: the host's, of which the report says enough."""
-    return CudaMemory(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return CudaMemory(device) if group is None else CudaMemory(device, group.wait_for)
 
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:

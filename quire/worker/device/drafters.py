@@ -118,11 +118,19 @@ def load_drafter(target: DraftedModel) -> Drafter | None:
 class _StepDrafter(Drafter):
     """A drafter that runs steps over a KV cache, which has one block at first."""
 
-    def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
+    def __init__(
+        self,
+        decoder: DeviceDecoder | DeviceHead,
+        kv: KvSpec,
+        sizes: StepSizes,
+        target: DraftedModel,
+        compilation: Precompilation | None,
+    ) -> None:
         self._decoder, self._sizes = decoder, sizes
         self._p_min = target.drafting.p_min_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
         self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self._executor.compilation = compilation
         self.block_bytes, self.executors = kv.bytes_per_block, (self._executor,)
 
     def run_full(self) -> None:
@@ -152,10 +160,10 @@ class _DraftModel(_StepDrafter):
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
         order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
-        compile_ahead(device, order, parameters)
+        compilation = compile_ahead(device, order, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
-        super().__init__(decoder, kv, sizes, target)
+        super().__init__(decoder, kv, sizes, target, compilation)
         self._chains = DeviceChains(decoder, self._executor, self._cache, sizes)
 
     def proposer(self) -> Proposer:
@@ -174,13 +182,13 @@ class _Head(_StepDrafter):
         most_waiting = max(2 * MAX_PENDING, kv.block_size)
         sizes = _draft_sizes(target.sizes, self._max_len, most_waiting)
         served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))
-        self._compile_head(served)
+        compilation = self._compile_head(served)
         decoder.keep_features(head.aux_hidden_state_layers, target.most_tokens)
         # A pass of trees has logits of all tokens that a level has, of all sequences.
         self._most_rows = sizes.max_num_seqs * drafting.top_k
         most_rows = max(sizes.max_num_batched_tokens, self._most_rows)
         self.model = DeviceHead(head, decoder, self._max_len, most_rows, _whole_vocabulary(target, head))
-        super().__init__(self.model, kv, sizes, target)
+        super().__init__(self.model, kv, sizes, target, compilation)
         self._chains = HeadChains(self.model, self._executor, self._cache, sizes)
         self._head = replace(head, parameters={})  # they are on the device
         # Places of every sequence may wait, and stand in one piece when all are read; so may those of the last two steps.

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -52,6 +53,9 @@ from quire.worker.expert_parallel import PlacedLoads, Placements, expert_stats, 
 from quire.worker.state_table import StateTable
 from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
+if TYPE_CHECKING:
+    from quire.worker.device.precompile import Precompilation
+
 
 class GpuStepExecutor(StepLauncher):
     """Implements StepExecutor, and launches the steps of a draft model or a draft head, which have no driver of their own."""
@@ -86,6 +90,7 @@ class GpuStepExecutor(StepLauncher):
         self._save_placement: Callable[[], None] | None = None
         self.host_slab: HostSlab | None = None
         self._pages: DevicePages | None = None
+        self.compilation: Precompilation | None = None  # of its kernels, if they are compiled ahead
         self._logit_rows: list[int] = []  # of the step that was started last
         self._defers = False  # whether the next step is not sampled
 
@@ -100,6 +105,8 @@ class GpuStepExecutor(StepLauncher):
         except Exception as error:
             # Of a step that was not started: its sequences have failed.
             self._entries, self._block_copies, self._defers = (), (), False
+            if isinstance(error, WorkerError):
+                raise  # of ranks: the device may wait for one that has ended, and so would who waits for the device
             has_lost = is_lost(device)  # it waits for all that was launched, copies of pages too, whose slots may be taken next
             if is_out_of_memory(error):
                 clear_frames(error.__traceback__)  # which hold the step's tensors
@@ -269,7 +276,7 @@ class GpuStepExecutor(StepLauncher):
 
     def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
         """Use another pool, which differs only in its number of blocks and states; all CUDA graphs are dropped."""
-        self.close()
+        self._drop_graphs()
         self._use(pool)
         if self.has_states:
             self._states = StateTable(self._sizes.max_num_seqs, num_states, num_checkpoints, copies_starts=True)
@@ -338,7 +345,9 @@ class GpuStepExecutor(StepLauncher):
                 self.record_largest()
 
     def close(self) -> None:
-        """Drop all CUDA graphs, so that their memory can be freed."""
+        """Drop all CUDA graphs, so that their memory can be freed, and give up what is not compiled yet."""
+        if self.compilation is not None:
+            self.compilation.stop()
         self._drop_graphs()
         pages, self._pages, self.host_slab = self._pages, None, None
         if pages is not None:

@@ -284,6 +284,10 @@ class GpuGroup:
         """Return when all ranks have called it."""
         self.host.barrier()
 
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of this rank's device. Raises WorkerError if the group ends first: then it may never come."""
+        self._communicators[0].wait_for(event)
+
     def least(self, value: int) -> int:
         """Return the least of what all ranks give."""
         return least_of(self.host, value)

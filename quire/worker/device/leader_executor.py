@@ -270,13 +270,14 @@ class LeaderGpuExecutor(GpuStepExecutor):
                 add_pairs(self._pairs_path, {layer: each.tolist() for layer, each in pairs.items()})
         self._pairs_path = None
         self._workers.close()
+        self._drop_graphs()  # NCCL waits for those that have its collectives when its communicators go
         if cause is None:  # else the device may wait for a rank that is gone, and so would who frees its memory
             super().close()
         self._group.close()
 
     def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
         """See GpuStepExecutor. There are no recurrent states: models that have them run on one GPU."""
-        super().close()
+        self._drop_graphs()
         self._use(pool)
 
     def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:

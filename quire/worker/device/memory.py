@@ -88,10 +88,18 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The memory of a CUDA device."""
+    """The memory of a CUDA device, on which runs launch in the current stream.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    wait  waits for an event, and raises where a rank has ended for which it would not come
+    """
+
+    def __init__(self, device: torch.device, wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize) -> None:
+        self._device, self._wait = device, wait
+
+    def _finish(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._wait(event)
 
     def free_and_total(self) -> tuple[int, int]:
         """See DeviceMemory. What the allocator keeps for nobody, as of an engine that was closed, is free."""
@@ -104,11 +112,11 @@ class CudaMemory:
 
     def peak_of(self, run: Callable[[], None]) -> int:
         """See DeviceMemory. What the run leaves to the allocator goes back to the device."""
-        torch.cuda.synchronize(self._device)
+        self._finish()
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         run()
-        torch.cuda.synchronize(self._device)
+        self._finish()
         peak = torch.cuda.max_memory_allocated(self._device) - before
         torch.cuda.empty_cache()
         return peak
@@ -117,7 +125,7 @@ class CudaMemory:
         """See DeviceMemory."""
         before, _ = self.free_and_total()
         run()
-        torch.cuda.synchronize(self._device)
+        self._finish()
         return max(0, before - self.free_and_total()[0])
 
 

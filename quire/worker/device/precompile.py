@@ -97,7 +97,7 @@ class Precompilation:
         self._indices: dict[Variant, int] | None = None  # None: they are not found yet
         self._left: set[int] = set()
         self._errors: list[str] = []
-        self._waited_s = 0.0
+        self._waited_s, self._is_stopped = 0.0, False
         self._start_s, self._found_s = time.perf_counter(), 0.0
         self._finding: Thread | None = None
         self._collecting = Thread(target=self._collect, name="precompile", daemon=True)
@@ -105,7 +105,12 @@ class Precompilation:
             self._server = _Server(order.arch)
             self._finding = Thread(target=self._find, name="find kernels")
             BOUND.before_first.append(self.wait_for)
-            self._finding.start()
+            try:
+                self._finding.start()
+            except RuntimeError as error:  # the system has no thread for it
+                self._finding = None
+                self._errors.append(str(error))
+                self._finish()
 
     @property
     def is_needed(self) -> bool:
@@ -133,6 +138,12 @@ class Precompilation:
             if self._collecting.ident is not None:  # it was started
                 self._collecting.join()
         return not self._errors
+
+    def stop(self) -> None:
+        """Give up what is not compiled yet: no process of the server's is left. For an engine that is closed."""
+        if self._finding is not None:
+            self._is_stopped = True
+            self._server.stop()
 
     def _find(self) -> None:
         """Find the variants, and send them."""
@@ -170,6 +181,8 @@ class Precompilation:
             self._left.clear()
             self._changed.notify_all()
         self._server.close()
+        if self._is_stopped:
+            return
         if self._errors:
             what = f"{len(self._errors)} failed, the first is {self._errors[0]}"
             logger.warning("kernels are compiled when they are launched first, not ahead: %s", what)
@@ -215,6 +228,11 @@ class _Server:
 
     def _error(self, error: Exception) -> WorkerError:
         return WorkerError(f"the compile server ended with {self._process.wait()} ({type(error).__name__})")
+
+    def stop(self) -> None:
+        """End the server at once, also while results are waited for, and wait for its end."""
+        self._process.terminate()
+        self._process.wait()
 
     def close(self) -> None:
         """End the server, and wait for its end."""

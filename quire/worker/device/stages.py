@@ -28,7 +28,7 @@ def device_stages(
     num_weight_bytes  of all weights, as they are run
     Raises ConfigError where the layers cannot be divided so.
     """
-    stages = given_stages(config, len(spec.layers))
+    stages = given_stages(config, spec)
     if stages is not None:
         return stages
     sizes = parameter_bytes(config, spec, shapes, folder, num_weight_bytes, DEVICE_POLICIES)
@@ -51,7 +51,7 @@ def check_device_stages(config: EngineConfig, spec: ModelSpec) -> None:
         what.append(f"layers with a recurrent state ({spec.model_type})")
     if spec.per_layer_inputs is not None or spec.altup is not None:
         what.append(f"per-layer inputs or several residual streams ({spec.model_type})")
-    if any(layer.attention.reads_other_layer or layer.shared_block is not None for layer in spec.layers):
+    if any(layer.attention.kv_source is not None or layer.shared_block is not None for layer in spec.layers):
         what.append(f"layers that read another layer's keys and values, or the embeddings ({spec.model_type})")
     drafts = () if config.speculative_config is None else config.speculative_config.methods
     methods = [method for method in drafts if method in DEVICE_METHODS and method not in _METHODS]

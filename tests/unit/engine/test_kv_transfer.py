@@ -1,8 +1,6 @@
 """A decode engine whose prompts are computed by a prefill engine gives the tokens of one engine, whatever fails."""
 
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -13,10 +11,11 @@ from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
 from quire.kernels.native import load_native
-from quire.transfer import page_client, page_server
+from quire.transfer import connection, page_client, page_server
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
+from tests.no_threads import no_threads
 from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, run
@@ -373,9 +372,18 @@ def test_prompts_are_computed_here_while_the_host_tier_has_no_room_for_their_pag
 
 
 @needs_native
+def test_prompts_are_computed_here_while_there_is_no_thread_for_a_transfer(cold, peer):
+    with decode_llm(peer.address) as llm:
+        with no_threads("kv-page-pull"):
+            assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
+        assert outcomes(llm) == {"no_peer": 1}
+        check_nothing_is_held(llm.llm_engine)
+
+
+@needs_native
 def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path):
     """When they are copied from the shared slots of the prefill engine, these hold other bytes."""
-    read = page_client._MappedSlots.read
+    read = connection.MappedSlots.read
     with prefill_engine(f"unix:{tmp_path}/pages") as peer, decode_llm(peer.address) as llm:
         peer.engine.prefill.server.lease_s = 0.5
 
@@ -384,7 +392,7 @@ def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path)
             peer.engine.runner.host_slab.slots()[:] ^= 1
             read(slots, *arguments)
 
-        monkeypatch.setattr(page_client._MappedSlots, "read", read_late)
+        monkeypatch.setattr(connection.MappedSlots, "read", read_late)
         assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
         assert outcomes(llm) == {"damaged": 1}
         assert outcomes_of(peer.engine) == {"expired": 1}
@@ -410,45 +418,6 @@ def test_failed_step_of_the_prefill_engine_is_no_failure_of_the_request(monkeypa
         assert wait_until(lambda: not peer.engine.prefill.num_lendings)
         check_nothing_is_held(peer.engine)
     assert cached[0] < 96
-
-
-PEER = """
-import sys, time
-from tests.prefill_thread import PrefillThread
-from tests.unit.engine.test_kv_transfer import SIZES
-with PrefillThread(model="demo", prefill_listen="tcp://127.0.0.1:0", **SIZES, max_num_batched_tokens=16) as peer:
-    if sys.argv[1] == "slow":
-        step = peer.engine.step
-        peer.engine.step = lambda: (time.sleep(0.5), step())
-    print(peer.address, flush=True)
-    time.sleep(1000)
-"""
-
-
-@needs_native
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", ["kill", "stop"])
-def test_prefill_engine_that_is_killed_or_stopped_between_pages_is_given_up(cold, sent):
-    process = subprocess.Popen([sys.executable, "-c", PEER, "slow"], stdout=subprocess.PIPE, text=True)
-    try:
-        with decode_llm(process.stdout.readline().strip()) as llm:
-            engine = llm.llm_engine
-            expected = cold.generate(PREFIX, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
-            engine.add_request("one", PREFIX, SamplingParams(temperature=0.0, max_tokens=8))
-            pull = engine.remote_prefill.pulls["one"]
-            assert wait_until(lambda: pull.num_done >= 2)
-            subprocess.run(["kill", f"-{sent.upper()}", str(process.pid)], check=True)
-            began_s, outputs = time.monotonic(), []
-            while engine.has_unfinished_requests():
-                outputs += engine.step()
-            assert time.monotonic() - began_s < 20
-            assert list(outputs[-1].outputs[0].token_ids) == list(expected.outputs[0].token_ids)
-            assert 32 <= outputs[-1].metrics.num_cached_tokens < 112
-            assert outcomes(llm) == {"lost": 1}
-            check_nothing_is_held(engine)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @needs_native

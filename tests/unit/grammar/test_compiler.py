@@ -10,6 +10,7 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
+from tests.no_threads import no_threads
 from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, filled, make_vocabulary
 
 TEXTS = ("ab", "ba", "abb", "bba", "a0", '"a', " a", "yes", "no")
@@ -147,6 +148,14 @@ TEXT = {"type": "const_string", "value": "a"}
 def test_structural_tag_is_refused_when_it_has_what_would_be_ignored(compiler, wanted, words):
     with pytest.raises(RequestError, match=re.escape(words)):
         compile_one(compiler, "structural_tag", {"format": wanted})
+
+
+def test_constraint_is_compiled_by_the_next_request_when_there_was_no_thread(vocabulary):
+    compiler = GrammarCompiler(lambda: vocabulary)
+    with no_threads("quire-grammar"), pytest.raises(RequestError, match="can't start new thread: try again"):
+        compile_one(compiler, "regex", "a")
+    assert accepts(compile_one(compiler, "regex", "a"), b"a")
+    compiler.close()
 
 
 def test_constraint_is_compiled_once_when_it_comes_again(vocabulary):

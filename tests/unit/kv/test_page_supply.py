@@ -12,6 +12,7 @@ from quire.contracts.kv_spec import KvSpec
 from quire.kv import page_supply
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
+from tests.no_threads import no_threads
 
 NUM_BLOCKS = 2048
 
@@ -132,6 +133,15 @@ def test_a_system_that_takes_no_pages_is_asked_once(pool, supply, monkeypatch):
         supply.use((NUM_BLOCKS - 1,))
     finish()
     assert len(asked) == num_asked
+
+
+def test_a_step_goes_on_when_there_is_no_thread_for_its_pages(supply):
+    supply.start()
+    finish()
+    with no_threads("kv-pages"):
+        supply.use((supply.num_ready - 1,))
+    supply.use((NUM_BLOCKS - 1,))
+    assert supply.num_ready < NUM_BLOCKS
 
 
 def test_no_array_is_held_when_the_pool_is_dropped_without_closing():

@@ -441,7 +441,23 @@ def test_layers_that_share_an_indexer(write_config, changes, shared):
         ),
         ("mpt", {"attn_config": {"clip_qkv": -1}}, "attn_config: clip_qkv must be a positive number, got -1"),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "ffn_config: moe_normalize.* must be 1 or null, got 2.0"),
+        ("dbrx", {"attn_config": {"rope_theta": 5e5}, "rope_theta": 2e4}, "rope_theta must be that of .* .20000., got 500000"),
         ("minimax", {"attn_type_list": [0]}, "the length of attn_type_list must be num_hidden_layers .4., got 1"),
+        (
+            "minimax",
+            {"attn_type_list": [1, 0, 1, 1], "layer_types": ["full_attention", "linear_attention"] * 2},
+            r"layer_types must be of the same kinds as attn_type_list, which differs in layers \[3\], got \['full_",
+        ),
+        (
+            "lfm2",
+            {"full_attn_idxs": [1], "layer_types": ["conv"] * 4},
+            r"layer_types must be of the same kinds as full_attn_idxs, which differs in layers \[1\]",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"moe_layer_freq": [0, 1, 1, 1], "mlp_layer_types": ["sparse"] * 4},
+            r"mlp_layer_types must be of the same kinds as moe_layer_freq: \['dense'",
+        ),
     ],
 )
 def test_what_a_family_lacks_is_refused_with_what_was_given(write_config, model_type, changes, error):

@@ -25,6 +25,11 @@ def test_layers_are_divided_so_that_stages_cost_the_same(costs, num_stages, head
     assert divide_layers(costs, num_stages, head) == expected
 
 
+def test_layers_stay_with_those_whose_choice_they_read():
+    assert divide_layers([1.0] * 8, 2, 0.0, (1, 2, 3, 4, 5)) == (6, 2)
+    assert divide_layers([1.0] * 8, 3, 0.0, (1, 3, 4, 5)) == (2, 4, 2)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_no_division_has_a_cheaper_dearest_stage(seed):
     rng = random.Random(seed)
@@ -72,3 +77,5 @@ def test_layers_that_do_not_add_up_are_refused_with_the_numbers():
         check_layers((10, 17), 28)
     with pytest.raises(ConfigError, match="must be at most 4 for a model of 4 layers, got 5"):
         divide_layers([1.0] * 4, 5, 0.0)
+    with pytest.raises(ConfigError, match="at most 2 for a model of 4 layers, 2 of which read what .*, got 3"):
+        divide_layers([1.0] * 4, 3, 0.0, (1, 2))

@@ -20,7 +20,8 @@ from quire.parallel import worker_group
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
-from tests.ranks import SharedGroup, files_in_dev_shm, open_descriptors, start_processes, statuses_of
+from tests.no_threads import no_threads
+from tests.ranks import SharedGroup, files_in_dev_shm, is_alive, open_descriptors, start_processes, statuses_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -37,14 +38,6 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(is_so, limit_s=20.0):
@@ -159,8 +152,9 @@ def test_start_timeout_says_where_each_rank_is(monkeypatch):
 
 
 @pytest.mark.slow
-def test_stopped_worker_is_named_and_killed():
-    with spawn_workers(WORKER, 3, {"do": "work"}) as workers:
+@pytest.mark.parametrize(("size", "refused"), [(3, "another"), (2, "Thread-")], ids=["later", "at-once"])
+def test_stopped_worker_is_named_and_killed(size, refused):
+    with spawn_workers(WORKER, size, {"do": "work"}) as workers, no_threads(refused):
         workers.wait_ready()
         os.kill(workers.pids[1], signal.SIGSTOP)
         began_s = time.monotonic()

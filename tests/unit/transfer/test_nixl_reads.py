@@ -13,9 +13,10 @@ from quire.contracts.config import EngineConfig
 from quire.transfer import nixl_reads
 from quire.transfer.address import Address
 from quire.transfer.channel import TransferError
+from quire.transfer.connection import Pull
 from quire.transfer.handshake import Identity
 from quire.transfer.nixl_reads import NixlAgent, Region
-from quire.transfer.page_client import PageClient, Pull
+from quire.transfer.page_client import PageClient
 from quire.transfer.page_server import PageServer
 
 PAGE_BYTES, STRIDE, NUM_SLOTS = 1000, 1024, 8

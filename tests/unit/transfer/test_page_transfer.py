@@ -17,8 +17,9 @@ from quire.contracts.shared_slots import SharedSlots
 from quire.transfer import page_client, page_server
 from quire.transfer.address import Address, parse_address
 from quire.transfer.channel import PROTOCOL_VERSION, Channel, TransferError
+from quire.transfer.connection import Pull
 from quire.transfer.handshake import Identity, RefusedError, raise_refusal
-from quire.transfer.page_client import PageClient, Pull
+from quire.transfer.page_client import PageClient
 from quire.transfer.page_server import PageServer
 from quire.transfer.peer_load import PeerLoad
 from tests.ranks import open_descriptors

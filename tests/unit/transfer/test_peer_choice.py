@@ -7,11 +7,13 @@ import pytest
 
 from quire.transfer import page_client
 from quire.transfer.address import Address
+from quire.transfer.connection import Pull
 from quire.transfer.handshake import RefusedError
-from quire.transfer.page_client import PageClient, Pull
+from quire.transfer.page_client import PageClient
 from quire.transfer.page_server import PageServer
 from quire.transfer.peer_load import CACHED_PAGE_WORK, MAX_KNOWN_PAGES, PeerLoad
-from tests.unit.transfer.test_page_transfer import IDENTITY, PAGE_BYTES, Source, finish, wait_until
+from tests.no_threads import no_threads
+from tests.unit.transfer.test_page_transfer import IDENTITY, PAGE_BYTES, Pair, Source, finish, wait_until
 
 
 @contextlib.contextmanager
@@ -207,3 +209,18 @@ def test_peers_are_replaced_while_transfers_run_and_those_that_stay_are_known():
         client.set_peers([])
         assert not client.is_available
         assert wait_until(lambda: servers[1].num_connections == 0)
+
+
+def test_transfers_go_on_after_there_was_no_thread():
+    with Pair(Address("127.0.0.1", 0)) as pair:
+        with no_threads("kv-page"), pytest.raises(AssertionError, match="begin"):
+            pair.pull()
+        peer = pair.client.peers[0]
+        assert (pair.client.num_active, peer.num_active, peer.load.waiting(0.0, None)) == (0, 0, 0.0)
+        with no_threads("kv-page-idle"):
+            assert finish(pair.pull()) == "complete"
+        assert not peer.idle
+        assert wait_until(lambda: pair.server.num_connections == 0)
+        assert pair.client.errors.count == 2
+        assert [finish(pair.pull()) for _ in range(2)] == ["complete"] * 2
+        assert pair.server.num_connections == len(peer.idle) == 1

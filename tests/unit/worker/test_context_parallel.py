@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.cli.main import main
@@ -16,8 +17,10 @@ from quire.engine.inspect import inspect_model
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
-from tests.thread_workers import ThreadWorkers
+from tests.thread_workers import as_threads
 from tests.unit.model.test_indexed_attention import spec_of as indexed_spec
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -25,12 +28,8 @@ _RNG = random.Random(5)
 _PHRASE = [_RNG.randrange(5, 4000) for _ in range(9)]
 PROMPTS = [{"prompt_token_ids": [_RNG.randrange(5, 4000) for _ in range(length)]} for length in (250, 20, 508)]
 PROMPTS.append({"prompt_token_ids": 30 * _PHRASE})
-GREEDY = {"temperature": 0.0}
-KINDS = {
-    "greedy": GREEDY,
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-}
+KINDS = {name: rank_outputs.KINDS[name] for name in ("greedy", "log-probabilities", "choices")}
+GREEDY = KINDS["greedy"]
 DCP, PCP = "decode_context_parallel_size", "prefill_context_parallel_size"
 LAYOUTS = {
     "tokens-2": {"tensor_parallel_size": 2, DCP: 2},
@@ -51,14 +50,7 @@ EXPERTS = {"model": "demo-moe", "enable_expert_parallel": True, "num_redundant_e
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
     """Let workers be threads; returns the groups that were made."""
-    made = []
-
-    def spawn(*args):
-        made.append(ThreadWorkers(*args))
-        return made[-1]
-
-    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
-    return made
+    return as_threads(monkeypatch, (parallel_launch, "spawn_workers"))
 
 
 def _engine(**options):
@@ -68,19 +60,16 @@ def _engine(**options):
 
 
 def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 10, "seed": 5, "ignore_eos": True, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
+    return outputs_of(llm, prompts, **{"max_tokens": 10, "ignore_eos": True, **params})
 
 
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
+@functools.cache
+def _plain_outputs(*kinds, **options):
+    """Return the outputs of one rank by kind."""
+    one = _engine(**options)
+    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    one.close()
+    return found
 
 
 QUICK = ("tokens-2", "rows-2", "rows-2-of-2", "homes-2")
@@ -95,14 +84,13 @@ def test_greedy_tokens_are_those_of_one_rank(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", _cases(LAYOUTS))
+@pytest.mark.parametrize("layout", cases_of(LAYOUTS))
 def test_outputs_are_those_of_one_rank(layout):
-    one, ranks = _engine(), _engine(**layout)
-    for name, params in KINDS.items():
-        assert _outputs(ranks, **params) == _outputs(one, **params), name
-        assert _outputs(ranks, **params) == _outputs(one, **params), f"{name} over cached prefixes"
+    ranks = _engine(**layout)
+    for name, expected in _plain_outputs(*KINDS).items():
+        assert _outputs(ranks, **KINDS[name]) == expected, name
+        assert _outputs(ranks, **KINDS[name]) == expected, f"{name} over cached prefixes"
     assert ranks.llm_engine.scheduler.prefix_cache_hits > 0
-    one.close()
     ranks.close()
 
 
@@ -142,26 +130,25 @@ DRAFTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _cases(DRAFTS))
+@pytest.mark.parametrize("case", cases_of(DRAFTS))
 def test_outputs_with_drafts_are_those_of_one_rank_without(case):
     layout, drafts = case
-    one, ranks = _engine(), _engine(speculative_config={**drafts, "adaptive": False}, **LAYOUTS[layout])
+    expected = _plain_outputs(*KINDS)
+    ranks = _engine(speculative_config={**drafts, "adaptive": False}, **LAYOUTS[layout])
     for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
+        assert _outputs(ranks, **KINDS[name]) == expected[name]
     assert ranks.llm_engine.stats.num_draft_tokens > 0
-    one.close()
     ranks.close()
 
 
 @pytest.mark.slow
 @pytest.mark.covering
-@pytest.mark.parametrize("options", _cases(OPTIONS))
+@pytest.mark.parametrize("options", cases_of(OPTIONS))
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in (TOKENS, ROWS, GROUPS, HOMES)], ids=[TOKENS, ROWS, GROUPS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):
-    one, ranks = _engine(**options), _engine(**options, **layout)
-    for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
-    one.close()
+    expected = _plain_outputs("greedy", "log-probabilities", **options)
+    ranks = _engine(**options, **layout)
+    assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
     ranks.close()
 
 
@@ -179,7 +166,7 @@ def test_outputs_of_preempted_sequences_are_those_of_one_rank(layout, num_kv_blo
 
 @pytest.mark.parametrize(
     "options",
-    _cases({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
+    cases_of({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
 )
 def test_homes_share_the_experts(options):
     one, ranks = _engine(model="demo-moe"), _engine(**EXPERTS, **options)

@@ -27,6 +27,7 @@ from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.expert_moves import ExpertChange, ExpertMover, LoadState
 from quire.worker.expert_parallel import PlacedLoads
 from quire.worker.expert_rebalance import ExpertRebalancer, LoadWindow, plan_layers
+from tests.no_threads import no_threads
 from tests.rank_threads import RankThreads
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -134,12 +135,14 @@ def test_no_step_has_more_bytes_of_moving_experts_next_to_it_than_are_allowed(qu
     group.ranks.close()
 
 
-def test_an_expert_that_cannot_be_loaded_leaves_the_placement(caplog):
-    group = _Group(2, fails_on=1)
+@pytest.mark.parametrize(("fails_on", "refused"), [(1, "another"), (None, "quire-load-experts")], ids=["read", "thread"])
+def test_an_expert_that_cannot_be_loaded_leaves_the_placement(caplog, fails_on, refused):
+    group = _Group(2, fails_on=fails_on)
     before = dict(group.movers[0].placements)
-    group.prepare(ExpertChange(0, (Move(0, 0, 8), Move(1, 8, 0))))
+    with no_threads(refused):
+        group.prepare(ExpertChange(0, (Move(0, 0, 8), Move(1, 8, 0))))
     assert _settle(group.all_switch, lambda state: state is not LoadState.LOADING) is LoadState.FAILED
-    assert "an expert of layer 0 cannot be loaded" in caplog.text
+    assert "expert of layer 0 can" in caplog.text
     assert [mover.placements for mover in group.movers] == [before, before]
     assert group.same_bits()
     group.prepare(ExpertChange(0, (Move(0, 0, 8), Move(1, 8, 0))))  # the group can try again
@@ -175,8 +178,12 @@ def test_a_rebalancing_evens_out_the_window_and_logs_every_move(caplog):
     rebalancer = ExpertRebalancer(
         group.movers[0], send, lambda: tokens, loads, EplbConfig(step_interval=3), lambda: saved.append(loads.placements)
     )
-    rebalancer.note_step()
-    rebalancer.note_step()
+    with no_threads("quire-place-experts"):
+        for _ in range(3):
+            rebalancer.note_step()
+    for _ in range(2):
+        rebalancer.note_step()
+        rebalancer.advance()
     assert not rebalancer.is_active
     rebalancer.note_step()
     assert rebalancer.is_active

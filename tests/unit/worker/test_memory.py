@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from quire import ConfigError, EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import LatentSpec, NormSpec
 from quire.kernels.native import load_native
 from quire.worker import memory
-from quire.worker.build import build_runner
+from quire.worker.build import build_runner, warn_replaced
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
 from tests.tiny_checkpoint import WIDE_EXPERTS, write_checkpoint
@@ -52,6 +55,22 @@ def test_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, monkeyp
     assert "DOES NOT FIT" in report.memory.describe()
     with pytest.raises(ConfigError, match="1000 B are available.*lower num_kv_blocks"):
         build_runner(EngineConfig(model=str(tiny_model)))
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+def test_what_is_used_in_place_of_an_option_is_said(tiny_model, caplog):
+    config = EngineConfig(model=str(tiny_model), dtype="float16", kv_cache_dtype="k8v4")
+    report = inspect_model(config)
+    assert report.memory.kv.dtype == "k8v4"
+    attention = replace(
+        report.spec.layers[0].attention, num_kv_heads=1, latent=LatentSpec(None, 16, 8, 8, 8, NormSpec("rms", 1e-6))
+    )
+    spec = replace(report.spec, layers=(replace(report.spec.layers[0], attention=attention),))
+    warn_replaced(config, replace(report, memory=replace(report.memory, kv=KvSpec.of(spec, 16, "k8v4"))))
+    assert [record.getMessage()[:25] for record in caplog.records] == ["kv_cache_dtype is k8v4: a", "dtype is float16: weights"]
+    assert all(text in caplog.text for text in ("in one, is int8", "in float32; the KV cache is int8"))
+    warn_replaced(EngineConfig(model=str(tiny_model)), report)
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")

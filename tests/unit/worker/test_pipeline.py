@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
@@ -17,16 +17,10 @@ from quire.worker.inspect import inspect_model
 from quire.worker.pipeline_plan import check_pipeline, stage_memories
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.one_compiler import one_compiler
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import KINDS, cases_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
-
-PROMPTS = [
-    "It was a cold morning when",
-    "The detective looked at the door, the door, the door",
-    "A",
-    "Once upon a time there was",
-    "The cat and the dog and the cat",
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,40 +43,23 @@ def thread_workers(monkeypatch):
     return made
 
 
+PROMPTS = [*rank_outputs.PROMPTS, "The cat and the dog and the cat"]
+
+
 def _engine(size=1, ranks=1, **options):
     defaults = {"model": "demo", "num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 96}
     return LLM(**{**defaults, **options}, pipeline_parallel_size=size, tensor_parallel_size=ranks)
 
 
-def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
-
-
-KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
-    "json": {
-        "temperature": 0.8,
-        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
-    },
-}
+def outputs_of(llm, prompts=PROMPTS, **params):
+    return rank_outputs.outputs_of(llm, prompts, **params)
 
 
 @functools.cache
 def _plain_outputs(*kinds):
     """Return the outputs of one process without drafts by kind."""
     one = _engine()
-    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    found = {name: outputs_of(one, **KINDS[name]) for name in kinds}
     one.close()
     return found
 
@@ -110,9 +87,9 @@ def test_outputs_are_those_of_one_process(size, ranks):
     counts = _most_in_flight(stages)
     for name, params in KINDS.items():
         params = {**params, "max_tokens": 24 // ranks}
-        expected = _outputs(one, **params)
-        assert _outputs(stages, **params) == expected, name
-        assert _outputs(stages, **params) == expected, f"{name} over cached prefixes"
+        expected = outputs_of(one, **params)
+        assert outputs_of(stages, **params) == expected, name
+        assert outputs_of(stages, **params) == expected, f"{name} over cached prefixes"
     assert max(counts) == size
     pooled = [
         llm.embed(PROMPTS, PoolingParams(pooling=kind), use_tqdm=False) for llm in (one, stages) for kind in ("mean", "last")
@@ -125,21 +102,9 @@ def test_outputs_are_those_of_one_process(size, ranks):
     stages.close()
 
 
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
-
-
 DRAFTS = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
-    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-    "lookahead": {"method": "lookahead"},
-    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+    **rank_outputs.DRAFTS,
     "merged": {"method": ["ngram", "draft_model"], "model": "demo-draft", "num_speculative_tokens": 3},
-    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
-    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
-    "medusa": {"method": "medusa", "model": "demo-medusa"},
-    "mtp": {"method": "mtp", "model": "demo-mtp"},
     "merged-heads": {
         "method": ["eagle3", "medusa", "ngram"],
         "model": {"eagle3": "demo-eagle3", "medusa": "demo-medusa"},
@@ -151,17 +116,17 @@ DRAFTS = {
 @pytest.mark.covering
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "eagle3"))
+@pytest.mark.parametrize("drafts", cases_of(DRAFTS, "suffix-tree", "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_adaptive):
     expected = _plain_outputs("greedy", "sampled", "json", "log-probabilities")
     stages = _engine(2, ranks, speculative_config={**drafts, "adaptive": is_adaptive})
     counts = _most_in_flight(stages)
-    assert {name: _outputs(stages, **KINDS[name]) for name in expected} == expected
+    assert {name: outputs_of(stages, **KINDS[name]) for name in expected} == expected
     stats = stages.llm_engine.stats
     for _ in range(50):  # adaptive drafts begin only after enough steps without drafts were timed
         if not is_adaptive or stats.num_accepted_tokens > 0:
             break
-        assert _outputs(stages, **KINDS["greedy"]) == expected["greedy"]
+        assert outputs_of(stages, **KINDS["greedy"]) == expected["greedy"]
     assert stats.num_draft_tokens > 0
     assert stats.num_accepted_tokens > 0
     assert max(counts) == 2
@@ -169,33 +134,24 @@ def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_
 
 
 OPTIONS = {
-    "int8": {"quantization": "int8"},
-    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
-    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
-    "fp8": {"quantization": "fp8"},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-    "small-steps": {"max_num_batched_tokens": 8},
-    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
+    **rank_outputs.OPTIONS,
     "preempted-with-drafts": {
         "num_kv_blocks": 8,
         "max_num_seqs": 4,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
     },
     "no-prefix-cache": {"enable_prefix_caching": False, "max_num_seqs": 3},
-    "mixture-of-experts": {"model": "demo-moe"},
-    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
     "threads": {"num_threads": 2},
 }
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("shares", [(1,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "preempted"))
+@pytest.mark.parametrize("options", cases_of(OPTIONS, "int4-and-int8-cache", "preempted"))
 def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     one, stages = _engine(**options), _engine(2, len(shares), **options, tensor_parallel_shares=shares)
     for name in ("greedy", "log-probabilities", "choices")[: 4 - len(shares)]:
-        assert _outputs(stages, **KINDS[name]) == _outputs(one, **KINDS[name]), name
+        assert outputs_of(stages, **KINDS[name]) == outputs_of(one, **KINDS[name]), name
     if "num_kv_blocks" in options:
         assert stages.llm_engine.scheduler.num_preemptions > 0
     one.close()
@@ -210,7 +166,7 @@ def test_stages_whose_ranks_share_the_tokens_of_sequences_give_the_tokens_of_one
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 128, **options}
     one, stages = _engine(**options), _engine(2, 2, decode_context_parallel_size=2, **options)
     params = {**KINDS["log-probabilities"], "n": 2, "max_tokens": 3}
-    assert _outputs(stages, long, **params) == _outputs(one, long, **params)
+    assert outputs_of(stages, long, **params) == outputs_of(one, long, **params)
     memory, held = stages.llm_engine.report.memory, stage_memories(stages.llm_engine.config, stages.llm_engine.report)
     assert memory.num_block_places == 2
     assert sum(each.kv_bytes for each in held) == 2 * memory.num_local_blocks * memory.kv.bytes_per_block
@@ -221,12 +177,12 @@ def test_stages_whose_ranks_share_the_tokens_of_sequences_give_the_tokens_of_one
 EXPERTS = {"copies": {"num_redundant_experts": 2}, "int8": {"quantization": "int8", "tensor_parallel_shares": (2, 1)}}
 
 
-@pytest.mark.parametrize("options", _cases(EXPERTS, "copies"))
+@pytest.mark.parametrize("options", cases_of(EXPERTS, "copies"))
 def test_stages_whose_ranks_hold_whole_experts_give_the_tokens_of_one_process(options):
     one = _engine(model="demo-moe", quantization=options.get("quantization"))
     stages = _engine(2, 2, model="demo-moe", enable_expert_parallel=True, **options)
     params = {**KINDS["log-probabilities"], "max_tokens": 6}
-    assert _outputs(stages, **params) == _outputs(one, **params)
+    assert outputs_of(stages, **params) == outputs_of(one, **params)
     alone, placed = (llm.llm_engine.stats.experts for llm in (one, stages))
     assert [(each.layer, each.tokens) for each in placed] == [(each.layer, each.tokens) for each in alone]
     assert all(sum(each.rank_tokens) == pytest.approx(sum(each.tokens)) for each in placed)
@@ -245,7 +201,7 @@ def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_proces
     one, stages = _engine(), _engine(2, ranks)
     spared = [llm.llm_engine.report.spared_weight_bytes for llm in (one, stages)]
     assert 0 <= spared[1] - spared[0] <= 64 * (ranks - 1) < spared[0]  # each part of a divided weight is padded
-    assert _outputs(stages, **KINDS[params]) == _outputs(one, **KINDS[params])
+    assert outputs_of(stages, **KINDS[params]) == outputs_of(one, **KINDS[params])
     one.close()
     stages.close()
 
@@ -253,7 +209,7 @@ def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_proces
 def test_one_step_is_in_flight_without_async_scheduling():
     one, stages = _engine(), _engine(2, async_scheduling=False)
     counts = _most_in_flight(stages)
-    assert _outputs(stages, **KINDS["sampled"]) == _outputs(one, **KINDS["sampled"])
+    assert outputs_of(stages, **KINDS["sampled"]) == outputs_of(one, **KINDS["sampled"])
     assert set(counts) <= {1}
     one.close()
     stages.close()
@@ -261,11 +217,11 @@ def test_one_step_is_in_flight_without_async_scheduling():
 
 def test_stages_may_have_different_numbers_of_layers_whoever_starts_them():
     one = _engine()
-    expected = _outputs(one, temperature=0.9)
+    expected = outputs_of(one, temperature=0.9)
     one.close()
     for layers, starter in ((1, 7), "spawn"), ((5, 2, 1), "ray"):
         stages = _engine(len(layers), pipeline_layers=layers, distributed_executor_backend=starter)
-        assert _outputs(stages, temperature=0.9) == expected
+        assert outputs_of(stages, temperature=0.9) == expected
         stages.close()
 
 
@@ -332,7 +288,7 @@ def test_each_rank_of_a_stage_holds_its_part_only(thread_workers):
 def test_ranks_of_stages_give_the_tokens_of_one_process_and_count_their_barriers():
     one, ranks = _engine(), _engine(2, 2, tensor_parallel_shares=(3, 1), pipeline_layers=(6, 2))
     for params in ({"temperature": 0.0}, {"temperature": 0.7, "logprobs": 3}):
-        assert _outputs(ranks, PROMPTS[:1], max_tokens=4, **params) == _outputs(one, PROMPTS[:1], max_tokens=4, **params)
+        assert outputs_of(ranks, PROMPTS[:1], max_tokens=4, **params) == outputs_of(one, PROMPTS[:1], max_tokens=4, **params)
     one.close()
     leader, *workers = ranks.llm_engine.stats.ranks
     num_steps = ranks.llm_engine.stats.num_steps
@@ -351,15 +307,15 @@ def test_a_rank_of_a_stage_that_fails_ends_the_engine_with_its_place(thread_work
         barrier.abort(4, AbortReason.ENDED, "rank 4 (pid 4711): killed by SIGKILL")
     message = r"pipeline stage 1 \(layers \d to 7\), tensor-parallel rank 1: rank 4 \(pid 4711\): killed by SIGKILL"
     with pytest.raises(WorkerError, match=message):
-        _outputs(ranks)
+        outputs_of(ranks)
     workers.kill()
 
 
 def test_the_idle_share_of_each_stage_is_measured():
     stages = _engine(2)
-    _outputs(stages)
+    outputs_of(stages)
     before = stages.llm_engine.stage_times
-    _outputs(stages, PROMPTS[:1])
+    outputs_of(stages, PROMPTS[:1])
     times = stages.llm_engine.stage_times.since(before)
     assert all(0 < busy_s < times.active_s for busy_s in times.busy_s)
     assert all(0 < share < 1 for share in times.idle_shares)

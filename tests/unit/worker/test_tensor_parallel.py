@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, PoolingParams
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
@@ -18,15 +18,10 @@ from quire.worker import parallel_build, parallel_launch, parallel_messages
 from quire.worker.parallel_build import threads_release
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.one_compiler import one_compiler
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import KINDS, OPTIONS, PROMPTS, cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
-
-PROMPTS = [
-    "It was a cold morning when",
-    "The detective looked at the door, the door, the door",
-    "A",
-    "Once upon a time there was",
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,36 +48,12 @@ def _engine(size=1, **options):
     return LLM(**{**defaults, **options}, tensor_parallel_size=size)
 
 
-def _outputs(llm, prompts=PROMPTS, **params):
-    """Return tokens and log probabilities of every choice."""
-    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert output.error is None
-        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
-        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
-    return repr(found)
-
-
-KINDS = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    "choices": {"temperature": 1.0, "n": 3},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
-    "json": {
-        "temperature": 0.8,
-        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
-    },
-}
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_outputs_are_those_of_one_rank(size):
     one, ranks = _engine(), _engine(size)
     for name, params in KINDS.items():
-        assert _outputs(ranks, **params) == _outputs(one, **params), name
-        assert _outputs(ranks, **params) == _outputs(one, **params), f"{name} over cached prefixes"
+        assert outputs_of(ranks, **params) == outputs_of(one, **params), name
+        assert outputs_of(ranks, **params) == outputs_of(one, **params), f"{name} over cached prefixes"
     pooled = [llm.embed(PROMPTS, PoolingParams(pooling="mean"), use_tqdm=False) for llm in (one, ranks)]
     assert [o.outputs.embedding for o in pooled[0]] == [o.outputs.embedding for o in pooled[1]]
     beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, ranks)]
@@ -91,62 +62,33 @@ def test_outputs_are_those_of_one_rank(size):
     ranks.close()
 
 
-def _cases(cases, *quick):
-    """Return cases as parameters; those that are not quick run with the slow tests."""
-    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
-
-
 @functools.cache
 def _plain_outputs(*kinds):
     """Return the outputs of one rank without drafts by kind."""
     one = _engine()
-    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    found = {name: outputs_of(one, **KINDS[name]) for name in kinds}
     one.close()
     return found
 
 
-DRAFTS = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
-    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-    "lookahead": {"method": "lookahead"},
-    "self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": 3},
-    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
-    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
-    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
-    "medusa": {"method": "medusa", "model": "demo-medusa"},
-    "mtp": {"method": "mtp", "model": "demo-mtp"},
-}
+DRAFTS = rank_outputs.DRAFTS | {"self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": 3}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "eagle3"))
+@pytest.mark.parametrize("drafts", cases_of(DRAFTS, "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
     expected = _plain_outputs("greedy", "sampled", "json")
     ranks = _engine(2, speculative_config={**drafts, "adaptive": False})
-    assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
+    assert {name: outputs_of(ranks, **KINDS[name]) for name in expected} == expected
     assert ranks.llm_engine.stats.num_draft_tokens > 0
     ranks.close()
 
 
-OPTIONS = {
-    "int8": {"quantization": "int8"},
-    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
-    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
-    "fp8": {"quantization": "fp8"},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-    "small-steps": {"max_num_batched_tokens": 8},
-    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
-    "mixture-of-experts": {"model": "demo-moe"},
-    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
-}
-
-
-@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))
+@pytest.mark.parametrize("options", cases_of(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))
 def test_outputs_are_those_of_one_rank_with_every_option(options):
     one, ranks = _engine(**options), _engine(2, **options, tensor_parallel_shares=(2, 1))
     for name in ("greedy", "log-probabilities"):
-        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
+        assert outputs_of(ranks, **KINDS[name]) == outputs_of(one, **KINDS[name])
     if "num_kv_blocks" in options:
         assert ranks.llm_engine.scheduler.num_preemptions > 0
     one.close()
@@ -168,7 +110,7 @@ def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
     sent, writer = [], thread_workers[-1].ring
     send = writer.send
     writer.send = lambda header, arrays=(): (sent.append(int(header[0])), send(header, arrays))
-    _outputs(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
+    outputs_of(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
     assert set(sent) == {parallel_messages.Call.STEP}
     assert len(sent) == ranks.llm_engine.stats.num_steps
     ranks.close()
@@ -176,7 +118,7 @@ def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
 
 def test_statistics_have_the_barriers_bytes_and_share_of_each_rank(thread_workers):
     ranks = _engine(2, tensor_parallel_shares=(3, 1))
-    _outputs(ranks, ["A"], temperature=0.0, max_tokens=4)
+    outputs_of(ranks, ["A"], temperature=0.0, max_tokens=4)
     spec = ranks.llm_engine.report.spec
     first, second = ranks.llm_engine.stats.ranks
     num_layers, num_steps = len(spec.layers), ranks.llm_engine.stats.num_steps

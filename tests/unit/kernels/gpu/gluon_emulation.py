@@ -14,6 +14,8 @@ import torch
 from triton.experimental import gluon
 from triton.language import constexpr
 
+from quire.kernels.triton.boxes import Boxes
+
 _COLUMNS = 64
 _WAIT_S = 20.0
 
@@ -23,6 +25,10 @@ class Pointer:
 
     def __init__(self, tensor, offset=0):
         self.tensor, self.offset = tensor, offset
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.tensor.dtype)
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.offset + offset)
@@ -58,12 +64,13 @@ class Shared:
 
     def load(self, layout=None):
         rows, columns = self.shape
-        x = self.flat.view(columns // _COLUMNS, rows, _COLUMNS).transpose(0, 1).reshape(rows, columns)
+        x = self.flat.view(-1, rows, min(_COLUMNS, columns)).transpose(0, 1).reshape(rows, columns)
         return x.T if self.is_transposed else x.clone()
 
     def store(self, x):
         rows, columns = self.shape
-        self.flat.view(columns // _COLUMNS, rows, _COLUMNS).copy_(x.view(rows, -1, _COLUMNS).transpose(0, 1))
+        width = min(_COLUMNS, columns)
+        self.flat.view(-1, rows, width).copy_(x.view(rows, -1, width).transpose(0, 1))
 
 
 class Barrier:
@@ -90,6 +97,8 @@ class Barrier:
 
 
 class Product:
+    """What an asynchronous product becomes; only another product can begin with it before it is waited for."""
+
     def __init__(self, compute):
         self.compute, self.value = compute, None
 
@@ -99,7 +108,7 @@ class GluonEmulation:
 
     def __init__(self, module):
         self._own = threading.local()
-        self._program = 0
+        self._program, self._num_programs = 0, 1
         scope = {name: value.value if isinstance(value, constexpr) else value for name, value in vars(module).items()}
         scope |= {
             "gl": self._language(),
@@ -110,15 +119,17 @@ class GluonEmulation:
                 expect=lambda barrier, num_bytes: barrier.update(1, num_bytes),
                 arrive=lambda barrier: barrier.update(1, 0),
             ),
-            "_copy_box": self._copy,
-            "_synchronise": lambda: None,
+            "copy_box": self._copy,
+            "synchronise": lambda: None,
             "fence_async_shared": lambda: None,
             "warpgroup_mma": self._multiply,
+            "warpgroup_mma_init": lambda acc: acc,
             "warpgroup_mma_wait": self._wait,
         }
         for name, value in vars(module).items():
             if isinstance(value, gluon._runtime.GluonJITFunction):
                 scope[name] = types.FunctionType(value.fn.__code__, scope, name)
+        scope["_split_pairs"] = _split_pairs
         self._scope = scope
 
     def run(self, launch):
@@ -126,9 +137,10 @@ class GluonEmulation:
         arguments = {
             name: Pointer(value) if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
         }
-        for name in ("k_desc", "v_desc"):
-            boxes = arguments[name]
-            arguments[name] = types.SimpleNamespace(dtype=boxes.tensor.dtype, matrix=boxes.tensor.view(boxes.shape))
+        for name, boxes in launch.arguments.items():
+            if isinstance(boxes, Boxes):
+                arguments[name] = types.SimpleNamespace(dtype=boxes.tensor.dtype, matrix=boxes.tensor.view(boxes.shape))
+        self._num_programs = launch.grid[0]
         for self._program in range(*launch.grid):
             self._scope[launch.kernel.fn.__name__](**arguments, **launch.constants)
 
@@ -141,7 +153,8 @@ class GluonEmulation:
             float32=torch.float32,
             int64=torch.int64,
             program_id=lambda axis: torch.tensor(self._program),
-            load=lambda pointer: torch.take(*reversed(pointer.flat())),
+            num_programs=lambda axis: self._num_programs,
+            load=_load,
             store=_store,
             arange=lambda first, end, layout: torch.arange(first, end),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
@@ -153,7 +166,10 @@ class GluonEmulation:
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             full_like=torch.full_like,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            convert_layout=lambda x, layout: x,
+            zeros_like=torch.zeros_like,
+            fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+            join=lambda a, b: torch.stack((a, b), -1),
+            convert_layout=lambda x, layout, assert_trivial=False: x,
             static_range=range,
             allocate_shared_memory=_allocate,
             warp_specialize=_specialise,
@@ -162,13 +178,14 @@ class GluonEmulation:
     def _copy(self, desc, place, barrier, box):
         row, column = (int(at) for at in place)
         assert 0 <= row < len(desc.matrix)
-        box.store(desc.matrix[row : row + box.shape[0], column : column + box.shape[1]])
+        rows = desc.matrix[row : row + box.shape[0], column : column + box.shape[1]]
+        box.store(torch.cat((rows, rows.new_zeros(box.shape[0] - len(rows), box.shape[1]))))
         barrier.update(0, -math.prod(box.shape) * box.dtype.itemsize)
 
     def _multiply(self, a, b, acc, use_acc=True, is_async=False):
         def compute():
             product = (a.load() if isinstance(a, Shared) else a).float() @ b.load().float()
-            return acc + product if use_acc else product
+            return (acc.value if isinstance(acc, Product) else acc) + product if use_acc else product
 
         if not is_async:
             return compute()
@@ -181,8 +198,23 @@ class GluonEmulation:
             product = self._own.started.pop(0)
             product.value = product.compute()
         (product,) = deps
-        assert product.value is not None, "the product may not be done yet"
-        return product.value
+        return product if product.value is None else product.value
+
+
+def _load(pointer, mask=None, other=None):
+    if mask is None:
+        return torch.take(*reversed(pointer.flat()))
+    found = torch.full(mask.shape, other, dtype=pointer.tensor.dtype)
+    found[mask] = _load(Pointer(pointer.tensor, pointer.offset[mask]))
+    return found
+
+
+def _split_pairs(codes, base):
+    """As the kernel's, whose assembly test_nibbles.py executes."""
+    bits = codes.int() & 0xFFFF
+    magnitudes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32)
+    numbers = torch.arange(16.0) if base is not None else torch.cat((magnitudes, -magnitudes))
+    return tuple(numbers[bits >> shift & 15] for shift in (0, 8, 4, 12))
 
 
 def _store(pointer, x, mask):
@@ -195,7 +227,7 @@ def _allocate(dtype, shape, layout):
     if layout == "barriers":
         barriers = [Barrier() for _ in range(shape[0])]
         return types.SimpleNamespace(index=lambda index: barriers[int(index)])
-    return Shared(torch.full((math.prod(shape),), torch.nan, dtype=dtype), shape)
+    return Shared(torch.full((math.prod(shape),), torch.nan if dtype.is_floating_point else -1, dtype=dtype), shape)
 
 
 def _specialise(partitions, worker_num_warps, worker_num_regs):

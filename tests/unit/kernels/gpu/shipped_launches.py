@@ -7,6 +7,7 @@ interpreted none can be compiled.
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.fused_quantized import multiply_codes_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
+from quire.kernels.triton.hopper_linear import many_launches
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
@@ -42,6 +44,7 @@ from quire.kernels.triton.rotated_codes import PACKED, width_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
+from quire.kernels.triton.tiles import ManyTile
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -247,6 +250,12 @@ def linear_launch(dtype, num_tokens, index=0, **options):
     return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
+def many_launch(num_tokens, tile, has_offset=False, run=128, base=-8, dtype=BF16):
+    weight = replace(quantized_weight(torch.uint8, has_offset=has_offset), run=run, base=base)
+    out, x = (meta(num_tokens, size, dtype=dtype) for size in weight.shape)
+    return many_launches(out, x, weight, ManyTile(*tile))[0]
+
+
 def dequantize(dtype, ids=None):
     weight = quantized_weight(dtype, has_offset=dtype == torch.uint8)
     return widen_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
@@ -343,6 +352,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode": lambda: attention_launches()[1],
     "decode-small-values": lambda: attention_launches(head_dim=192, v_dim=128, heads=(64, 4))[1],
     "prefill-small-values": lambda: attention_launches(1024, 192, (64, 8), v_dim=128, window=128)[0],
+    "decode-small-values-window": lambda: attention_launches(
+        head_dim=192, heads=(64, 8), v_dim=128, window=128, has_sinks=True
+    )[1],
+    "prefill-small-values-whole": lambda: attention_launches(1024, 192, (64, 4), v_dim=128)[0],
+    "prefill-alibi": lambda: attention_launches(1024, heads=(40, 40), alibi_slopes=(0.5,) * 40)[0],
     "decode-alibi": lambda: attention_launches(heads=(40, 40), alibi_slopes=(0.5,) * 40)[1],
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],
@@ -500,6 +514,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-8": lambda: linear_launch(torch.int8, 1),
     "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
     "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
+    "linear-many": lambda: many_launch(2048, (256, 3)),
+    "linear-many-offset": lambda: many_launch(65, (128, 4), has_offset=True),
+    "linear-many-f16": lambda: many_launch(100, (64, 6), run=64, dtype=torch.float16),
+    "linear-many-floats": lambda: many_launch(256, (256, 6), run=32, base=None),
     "widen-4": lambda: dequantize(torch.uint8),
     "widen-fp8-rows": lambda: dequantize(FP8, meta(64, dtype=I64)),
     "dense-1": lambda: dense_launch(1),
@@ -564,7 +582,10 @@ _DEPENDENT = ("PREEXIT", "ACQBULK", "UBLKPF", "ATOMG")
 def describe(name, arch):
     """Return what a launch compiles to, as JSON may hold it."""
     compiled = compile_launch(LAUNCHES[name](), arch)
-    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", "SHFL", *_LOCAL, *_DEPENDENT)}
+    counts = {
+        opcode: compiled.count(opcode)
+        for opcode in (*_MATRIX, _COPIES, "UTMALDG", "WARPGROUP.DEPBAR", "FFMA", "SHFL", *_LOCAL, *_DEPENDENT)
+    }
     return {
         "registers": compiled.num_registers,
         "stack": compiled.stack_bytes,

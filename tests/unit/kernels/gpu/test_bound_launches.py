@@ -81,6 +81,18 @@ def test_arguments_are_packed_as_the_kernel_takes_them():
     assert kernel.run_by_triton == []
 
 
+def test_wide_numbers_are_passed_to_other_code():
+    kernel, driver, x = Kernel(), Driver([8, 4, 4, 4, 8, 8]), torch.zeros(4)
+    launcher, numbers = BoundLauncher(driver), (7, 1 + (1 << 33), 9, 1 - (1 << 40))
+    for num in numbers:
+        driver.sizes[1] = 4 if num < 10 else 8  # asked when code is loaded
+        launcher.run(launch_of(kernel, x, num=num))
+    formats = ("@QiifQQ", "@QqifQQ", "@QiifQQ", "@QqifQQ")
+    packed = [struct.pack(each, x.data_ptr(), num, 5, 0.5, 0, 0) for each, num in zip(formats, numbers, strict=True)]
+    assert [launched[-1] for launched in driver.launched] == packed
+    assert (len(kernel.compiled), kernel.run_by_triton) == (2, [])
+
+
 def test_what_is_compiled_in_is_not_passed():
     kernel, driver = Kernel(), Driver([4, 4, 8, 8])
     BoundLauncher(driver).run(launch_of(kernel, None, num=1, count=1))

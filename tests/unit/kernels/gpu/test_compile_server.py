@@ -1,5 +1,6 @@
 """The compile server: what is wanted first is compiled first, what fails is told, and it starts without torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -63,33 +64,73 @@ def test_what_is_wanted_is_compiled_next_and_failures_are_told(tmp_path, monkeyp
 
 
 ORDERING = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from quire.kernels.triton.compile_server import _SMALL
-from quire.worker.device.precompile import compile_all
-compile_all([_SMALL._replace(constants=(("WIDTH", 16 * i), ("BLOCK", 16), ("KIND", 0))) for i in range(1, 1000)], 90)
+from quire.worker.device.precompile import Order, Precompilation
+
+class Many(Order):
+    def model(self, parameters):
+        return SimpleNamespace(kinds=list)
+
+    def variants(self):
+        return [_SMALL._replace(constants=(("WIDTH", 16 * i), ("BLOCK", 16), ("KIND", 0))) for i in range(1, 1000)]
+
+while True:
+    ahead = Precompilation(Many(Path(), None, None, False, None, None, 90, None), {})
+    sys.stdin.readline()
+    ahead.stop()
+    print(ahead.wait(), flush=True)
+    sys.stdin.readline()
 """
 
 
-def processes_of_group(group):
-    """Return the ids of the processes that a terminal's interrupt of a group reaches."""
+def processes_with(variable):
+    """Return the ids of the processes that have a variable in their environment."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError):
-            found += [int(folder.name)] if os.getpgid(int(folder.name)) == group else []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += [int(file.parent.name)] if variable.encode() in file.read_bytes().split(b"\0") else []
     return found
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_what_is_compiled_without_errors_of_the_compiler(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", ORDERING]
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ordering = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0)
-    while ordering.poll() is None and len(list(tmp_path.glob("*/*.cubin"))) < 5:
+def wait_for_more(cubins, process, count=2):
+    """Wait until a process has compiled more."""
+    before = len(cubins())
+    while process.poll() is None and len(cubins()) < before + count:
         time.sleep(0.01)
-    reached = processes_of_group(ordering.pid)
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ends_with_its_engine_and_at_an_interrupt_without_errors_of_the_compiler(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TMPDIR": str(temporary)}
+    command, pipe, variable = [sys.executable, "-c", ORDERING], subprocess.PIPE, f"TRITON_CACHE_DIR={cache}"
+    ordering = subprocess.Popen(
+        command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1, process_group=0
+    )
+
+    def cubins():
+        return list(cache.glob("*/*.cubin"))
+
+    wait_for_more(cubins, ordering)
+    ordering.stdin.write("\n")
+    told, after_stop = ordering.stdout.readline(), processes_with(variable)
+    ordering.stdin.write("\n")
+    wait_for_more(cubins, ordering)
+    with_server = processes_with(variable)
     os.killpg(ordering.pid, signal.SIGINT)
     said = ordering.communicate(timeout=60)[1]  # until its server has ended, too, which has the same pipe
-    assert reached == [ordering.pid]
+    assert (told, after_stop) == ("False\n", [ordering.pid])
+    assert len(with_server) > 2
+    assert processes_with(variable) == []
+    assert list(temporary.iterdir()) == []
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("Traceback") == 1
     assert "ptxas" not in said
+    groups = [json.loads(file.read_text())["child_paths"] for file in cache.glob("*/__grp__*.json")]
+    assert len(groups) >= 4
+    assert [path for group in groups for path in group.values() if not Path(path).stat().st_size] == []

@@ -8,6 +8,8 @@ pytest.importorskip("transformers", reason="the golden checkpoints are made by t
 from quire import EngineConfig
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.engine.inspect import inspect_model
+from quire.model.config_reader import read_model_spec
+from quire.model.device_refusal import device_refusal
 from tests.golden.make_checkpoints import CASES, DENSE_CASES, INDEXED_CASES, make_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of, tokens
@@ -36,11 +38,12 @@ takes all cases."""
     [
         case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
         for case in ((*CASES, *DENSE_CASES) if HAS_GPU else IN_THE_INTERPRETER)
-        if case != "deepseek-v4"
     ],
 )
 def test_greedy_tokens_are_the_cpus(case, tmp_path):
     folder = make_checkpoint(case, tmp_path / case)
+    if refusal := device_refusal(read_model_spec(folder)):
+        pytest.skip(f"no GPU kernels for {refusal}")
     options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 24}
     expected, _ = outputs_of(folder, PROMPTS, greedy(4), "cpu", **options)
     found, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, **options)

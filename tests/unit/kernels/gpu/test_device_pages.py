@@ -87,6 +87,16 @@ def test_loaded_blocks_have_the_bytes_of_saved_ones(spec, device):
     assert torch.equal(torch.from_numpy(slab.page(2).copy()), before[4])
 
 
+def test_numbers_lie_where_kernels_are_compiled_for_however_many_pages_are_copied(device, monkeypatch):
+    launched, launch_of = [], device_pages.copy_pages_launch
+    monkeypatch.setattr(device_pages, "copy_pages_launch", lambda *given: launched.append(given[3:5]) or launch_of(*given))
+    pages = make_pages(SPECS["float32"], device)[2]
+    for count in (1, 2, 3):
+        pages.move(count, [(block, block) for block in range(count)], [])
+    assert [len(blocks) for blocks, _ in launched] == [1, 2, 3]
+    assert {part.data_ptr() % 16 for parts in launched for part in parts} == {0}
+
+
 def test_copies_that_are_late_give_what_copies_at_once_give(device, monkeypatch):
     """Pages are the word that a block holds. Steps write blocks, and read them, after they have told so."""
     monkeypatch.setattr(device_pages, "staged_pages", lambda *_: (2, 2))

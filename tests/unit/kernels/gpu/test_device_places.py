@@ -1,21 +1,29 @@
-"""Where the tensors of a step are, on a device without memory: nothing that a kernel or an operation gets is on the host.
+"""Where the tensors of a step are, on a device without memory: nothing that a kernel or an operation gets is on the host, and
+what is recorded as a CUDA graph copies nothing from the host or to it, and waits for nothing.
 
-In the interpreter host and device are the same, so that nothing else would find it without a GPU.
+In the interpreter host and device are the same, so that nothing else would find it without a GPU. Numbers that are read from a
+device without memory, or on which shapes depend, raise errors by themselves.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.base.ids import RequestId
+from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import ModelSpec
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.kernels.triton.launching import Launch
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.parameters import parameter_shapes
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
@@ -25,25 +33,10 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.staging import Readback
-from quire.worker.device.variants import NotRecording
+from quire.worker.device.variants import NotRecording, ServedModel, meta_decoder
+from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS
 
 META = torch.device("meta")
-RMS = NormSpec("rms", 1e-6)
-LAYERNORM = NormSpec("layer", 1e-5, has_bias=True)
-
-
-def attention(**options):
-    return AttentionSpec(4, 2, 16, 0.25, **({"rope": RopeSpec(16, 1e4)} | options))
-
-
-LAYERS = {
-    "qwen3": LayerSpec(attention(qk_norm=RMS, has_qkv_bias=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS),
-    "olmo": LayerSpec(attention(qk_norm=RMS, qk_norm_over="all", window=6), MlpSpec(40, "silu"), attn_out=RMS, mlp_out=RMS),
-    "gpt": LayerSpec(
-        attention(rope=None), MlpSpec(40, "gelu", is_gated=False, has_bias=True), attn_in=LAYERNORM, mlp_in=LAYERNORM
-    ),
-    "experts": LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS),
-}
 COPIES = ("aten::copy_", "aten::_to_copy")  # the way to the device, and back
 INDEXED = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")  # indices may be on the host
 
@@ -61,6 +54,40 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NothingFromHost(OneDevice):
+    """Nothing is copied between host and device, and no random number is drawn."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs or {}, out)) if isinstance(leaf, torch.Tensor)]
+        places = {leaf.device.type for leaf in tensors if leaf.ndim or func.name().startswith(COPIES)}
+        assert len(places) <= 1, f"{func.name()} of tensors on {places}"
+        assert torch.Tag.nondeterministic_seeded not in func.tags, f"{func.name()} draws numbers"
+        return out
+
+
+class NoNumbers(TorchFunctionMode):
+    """No tensor is made on the device of numbers of the host."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_made = func in (torch.tensor, torch.as_tensor, torch.asarray)
+        assert not is_made or torch.device(kwargs.get("device") or "cpu") != META, f"{func.__name__} copies {args}"
+        return func(*args, **kwargs)
+
+
+class StrictRecorder(NotRecording):
+    """Checks what is recorded."""
+
+    num_recorded = 0
+
+    def record(self, step):
+        with NoNumbers(), NothingFromHost():
+            step()
+        self.num_recorded += 1
+        return step
+
+
 @pytest.fixture
 def launches(monkeypatch):
     found = []
@@ -76,14 +103,13 @@ def launches(monkeypatch):
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["qwen3", "olmo", "gpt", "experts"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("recorder", [None, NotRecording()], ids=["one-by-one", "recorded"])
+@pytest.mark.parametrize("recorder", [None, StrictRecorder()], ids=["one-by-one", "recorded"])
 def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches):
-    spec = ModelSpec(
-        "test", "bfloat16", 61, 64, (LAYERS[name],) * 2, RMS, 64, embed_scale=3.0, is_embed_scale_cast=True, final_softcap=9.0,
-        num_learned_positions=64 if name == "gpt" else 0,
-    )  # fmt: skip
+    scaled = {"embed_scale": 3.0, "is_embed_scale_cast": True, "final_softcap": 9.0}
+    positions = 64 if name == "gpt" else 0
+    spec = ModelSpec("test", "bfloat16", 61, 48, tuple(MODELS[name]), RMS, 64, num_learned_positions=positions, **scaled)
     parameters = {key: torch.ones(shape, dtype=torch.bfloat16) for key, shape in parameter_shapes(spec).items()}
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
@@ -107,6 +133,60 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     assert len(launches) > 100
 
 
+def record(spec, lossy=None, has_adapters=False, **options):
+    """Record a step with prompts and a decode step of a model, in each of the ways that its options ask for."""
+    parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=META) for name, shape in parameter_shapes(spec).items()}
+    decoder = meta_decoder(ServedModel(spec, parameters, **options), 64)
+    if lossy is not None:
+        decoder.watch_experts(lossy)
+    cached = decoder.spec if decoder.ranks is None else decoder.ranks.shard.cached_spec
+    kv = KvSpec.on_device(cached, 64, "bfloat16", "shares" not in options)
+    adapters = DeviceAdapters(spec, 2, 8, META, has_experts=True) if has_adapters else None
+    recorder, sizes = StrictRecorder(), StepSizes(4, 64, 64, has_processors=True)
+    stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 2, META, 1, 1), sizes, StepGraphs(recorder), None, adapters)
+    keys = [key._replace(has_adapters=has_adapters) for key in (*stepper.prompts.keys[:1], *stepper.grid.keys[:1])]
+    with torch.inference_mode():
+        for key in keys:
+            stepper.record(key)
+    assert recorder.num_recorded == len(keys) > 0
+
+
+TWO_RANKS = {"shares": (1.0, 1.0)}
+LOSSY = LossyRouting(1.2, 1e-3, 0.1)
+
+
+RECORDED = [
+    *((name, {}) for name in MODELS),
+    *((name, {"has_adapters": True}) for name in ("experts", "latent")),
+    *((name, TWO_RANKS | {"has_homes": has_homes}) for name in ("qwen3", "experts") for has_homes in (False, True)),
+    ("shared-experts", {"lossy": LOSSY}),
+    ("shared-experts", {"lossy": LOSSY, "num_redundant": 0, **TWO_RANKS}),
+    ("experts", {"lossy": LossyRouting(), "num_redundant": 0, "has_homes": True, **TWO_RANKS}),
+]
+QUICK = ("qwen3", "experts")
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(
+    ("name", "options"), [each if each[0] in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in RECORDED]
+)
+def test_recorded_steps_copy_nothing_from_the_host_and_do_not_wait(name, options):
+    spec = ModelSpec("test", "bfloat16", 61, 48, tuple(MODELS[name]), RMS, 64)
+    record(spec, **options)
+
+
+ODD = ("gemma3n", "qwen3-next", "zamba2", "mamba", "lfm2", "minimax-m3", "mimo-v2-flash", "deepseek-v32", "bloom", "laguna")
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("case", ODD)
+def test_recorded_steps_of_odd_models_copy_nothing_from_the_host_and_do_not_wait(case, tmp_path):
+    make = pytest.importorskip("tests.golden.make_checkpoints").make_checkpoint
+    record(replace(read_model_spec(make(case, tmp_path / case)), dtype="bfloat16"))
+
+
 def test_logits_are_changed_on_the_device_when_a_request_changes_them():
     params = SamplingParams(
         logit_bias={3: 1.0}, repetition_penalty=1.2, presence_penalty=0.3, min_tokens=3, allowed_token_ids=[1, 2, 3],
@@ -119,6 +199,24 @@ def test_logits_are_changed_on_the_device_when_a_request_changes_them():
     with OneDevice():
         apply_token_masks(logits, [row])
         process_logits(logits, [row])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: torch.zeros(3).to(META),
+        lambda: torch.tensor(2.0).to(META),
+        lambda: torch.zeros(3, device=META).cpu(),
+        lambda: torch.tensor(2.0, device=META),
+        lambda: torch.zeros(3, device=META)[torch.tensor([1])],
+        lambda: torch.rand(3, device=META),
+        lambda: torch.zeros(3, device=META).sum().item(),
+        lambda: torch.zeros(3, device=META).nonzero(),
+    ],
+)
+def test_what_a_recording_may_not_do_is_found(step):
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
+        StrictRecorder().record(step)
 
 
 def test_a_tensor_on_the_host_is_found_when_an_operation_gets_one():

@@ -9,16 +9,17 @@ from quire.contracts.expert_options import LossyRouting
 from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.kernels.triton.moe import ExpertExtras, Routes
 from quire.model.device_routing import DeviceRouting, RealRows, read_counts
+from tests.unit.kernels.gpu.conftest import HAS_GPU
 
 NUM_EXPERTS, TOP_K = 8, 3
 SPEC = MoeSpec(NUM_EXPERTS, TOP_K, MlpSpec(16, "silu"))
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def routing_of(lossy, slots):
     rows = RealRows()
-    rows.begin(torch.tensor(slots))
-    return DeviceRouting(SPEC, lossy, rows, None, CPU)
+    rows.begin(torch.tensor(slots, device=DEVICE))
+    return DeviceRouting(SPEC, lossy, rows, None, DEVICE)
 
 
 def skewed(num_rows, seed):
@@ -30,7 +31,8 @@ def skewed(num_rows, seed):
 
 
 def changed(routing, logits, routes):
-    return routing.watched(ExpertExtras(), logits, is_noted=False).change(routes)
+    there = routing.watched(ExpertExtras(), logits.to(DEVICE), is_noted=False)
+    return Routes(*(part.cpu() for part in there.change(Routes(*(part.to(DEVICE) for part in routes)))))
 
 
 def one_by_one(logits, routes, factor):
@@ -108,6 +110,6 @@ def test_the_bias_of_busy_experts_falls_to_its_limit():
     direction = torch.sign(40 * TOP_K / NUM_EXPERTS - counts)
     for step in (0.0, 0.03, 0.05, 0.05):
         extra = routing.watched(ExpertExtras(), logits, is_noted=False)
-        torch.testing.assert_close(extra.correction, step * direction)
-        extra.change(routes)
+        torch.testing.assert_close(extra.correction.cpu(), step * direction)
+        changed(routing, logits, routes)
     assert read_counts([routing])[0].tokens == (4 * counts).tolist()

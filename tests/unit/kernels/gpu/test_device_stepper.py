@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.errors import DeviceLostError
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
 from quire.kernels.triton.attention import KvCache, attend
@@ -14,11 +15,12 @@ from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.worker.device import gpu_executor
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.launched_step import Kept, StepSizes
+from quire.worker.device.launched_step import StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)
@@ -143,15 +145,6 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
     assert stepper.tables[:2, :3].tolist() == [[7, 1, 2], [7, 1, 2]]
 
 
-def test_logits_are_handed_out_when_the_host_samples(device):
-    stepper, _ = make_stepper(device, 4)
-    (token,) = sampled(stepper, prompt(0, PROMPTS[0]), tables(0))
-    launched = stepper.launch(decode([0], [4], [token]), "plain", BlockTableUpdates([]), Kept(logits=True))
-    assert launched.logits.shape == (1, 61)
-    (best,) = sampled(stepper, decode([0], [4], [token]))
-    assert best == int(launched.logits.argmax())
-
-
 def test_full_steps_store_nothing_when_memory_is_measured(device):
     stepper, _ = make_stepper(device, 3)
     for cache in stepper.kv_pool.caches:
@@ -208,3 +201,11 @@ def test_a_library_attends_the_steps_that_are_launched_one_by_one(device):
         found.append([*first, *sampled(stepper, decode([0], [4], first))])
     assert found[0] == found[1]
     assert library.lengths == [(3,)]
+
+
+def test_nobody_waits_for_a_device_whose_group_has_ended(device, monkeypatch):
+    """It may wait for a rank that is gone."""
+    stepper, _ = make_stepper(device, 1)
+    monkeypatch.setattr(gpu_executor, "is_lost", lambda device: pytest.fail("waited for"))
+    with pytest.raises(DeviceLostError, match="rank 1"), stepper.step_scope():
+        raise DeviceLostError("rank 1 has ended", 1)

@@ -202,6 +202,7 @@ def test_ranks_of_prefill_and_decode_engines_give_the_tokens_of_one_rank(folder,
     check_prefill_engine(folder, tmp_path, monkeypatch, num_kv_blocks=7, kv_save="all", **sizes)
 
 
+@needs_ranks
 def test_pages_of_another_number_of_ranks_are_never_read(folder):
     prints = []
     for options in ({}, RANKS, {**RANKS, "tensor_parallel_shares": (3, 1)}, STAGES):
@@ -211,6 +212,7 @@ def test_pages_of_another_number_of_ranks_are_never_read(folder):
     assert len(set(prints)) == 4
 
 
+@needs_ranks
 def test_pages_of_stages_whose_layers_have_other_formats_are_never_read(folder):
     """The report has the layers of the last stage: the others' formats must be told apart, too."""
     prints = []

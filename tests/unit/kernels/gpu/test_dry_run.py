@@ -52,7 +52,7 @@ def planned(monkeypatch):
         launched.append((stepper, step))
         return launch(stepper, step, *rest)
 
-    monkeypatch.setattr(build, "_memory_to_plan", lambda device: memory)
+    monkeypatch.setattr(build, "_memory_to_plan", lambda *_: memory)
     monkeypatch.setattr(build.GpuStepExecutor, "launch_mixed", note)
     return memory, launched
 

@@ -1,5 +1,8 @@
 """Parts of the GPU's benchmark that need Triton, where nothing is timed."""
 
+import json
+import os
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -9,6 +12,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from quire.base.errors import ConfigError
+from quire.kernels.triton.attention import KvCache, attend
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the benchmark itself runs on a GPU")
@@ -21,11 +26,12 @@ def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     before = set(sys.modules)
     import gpu
+    import gpu_libraries
     import gpu_model
     import gpu_profile
     import gpu_profile_table
 
-    yield SimpleNamespace(gpu=gpu, model=gpu_model, profile=gpu_profile, table=gpu_profile_table)
+    yield SimpleNamespace(gpu=gpu, libraries=gpu_libraries, model=gpu_model, profile=gpu_profile, table=gpu_profile_table)
     for name in set(sys.modules) - before:
         if name.startswith("gpu"):
             del sys.modules[name]
@@ -93,9 +99,48 @@ def test_the_profiler_tells_what_a_run_launches(bench, tmp_path):
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
 
 
-def test_whole_outputs_go_where_they_come_back_from(bench, monkeypatch):
-    monkeypatch.delenv("OUT", raising=False)
-    assert bench.gpu.logs_folder(None, Path("a/gpu.json")) == Path("a/gpu.logs")
-    monkeypatch.setenv("OUT", "/lent/out")
-    assert bench.gpu.logs_folder(None, Path("gpu.json")) == Path("/lent/out")
-    assert bench.gpu.logs_folder(Path("mine"), Path("gpu.json")) == Path("mine")
+def test_a_record_goes_on_with_that_of_an_earlier_call_at_the_same_commit(bench, tmp_path):
+    from gpu_sections import record_text
+
+    first = bench.gpu.begin_record(None, "abc", ["--budget", "500"])
+    assert first == {"commit": "abc", "command": "python bench/gpu.py --budget 500"}
+    (tmp_path / "a.json").write_text(record_text({**first, "few": [{"us": 1.0}]}))
+    second = bench.gpu.begin_record(tmp_path / "a.json", "abc", ["--after", "a.json"])
+    assert second["few"] == [{"us": 1.0}]
+    assert second["command"] == "python bench/gpu.py --budget 500; python bench/gpu.py --after a.json"
+    with pytest.raises(SystemExit, match="a record is of one commit"):
+        bench.gpu.begin_record(tmp_path / "a.json", "abd", [])
+
+
+def test_attention_of_a_library_is_compared_with_ours_and_one_that_is_missing_says_why(bench):
+    class Doubled:
+        def attend(self, q, k, v, step, spec):
+            return 2 * attend(q, KvCache(k, v), step, spec)
+
+    def load(name, *_):
+        if name == "flashinfer":
+            raise ConfigError("flashinfer is not installed")
+        return Doubled()
+
+    missing, own, found = bench.libraries.library_rows(torch.device("cpu"), True, float("inf"), load)
+    assert missing == {"section": "libraries", "library": "flashinfer", "skipped": "flashinfer is not installed"}
+    assert (own["library"], own["difference"]) == ("own", 0.0)
+    assert (found["library"], found["difference"]) == ("flash_attn", pytest.approx(1.0, rel=0.01))
+
+
+@pytest.mark.slow
+def test_sections_of_whole_models_run_at_their_real_sizes_without_memory():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.bench_on_meta"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCH.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["errors"] == []
+    assert found["counts"]["decode"] == 1 + 8 + 4 + 5 + 1 + 4  # kernels, kinds of steps, and prompts where layers are fused
+    assert found["counts"]["adapters"] == 1 + 2 + 3 + 3 + 2 * 2
+    assert found["counts"]["profile"] > 4
+    # The kernel for Hopper, with up to as many empty tiles as others.
+    chosen = {"512 of 1", "2048 of 1", "512 of 7", "2048 of 7", "2048 of 31"}
+    assert len(found["kernels"]) == 2 * 2 * 4
+    for name, kernels in found["kernels"].items():
+        assert kernels == ["attend_prompts" if name in chosen else "attend_runs"]

@@ -63,6 +63,10 @@ def test_codes_become_f32():
     for place, codes in enumerate(CODES):
         assert np.array_equal(found[f"${place}"], codes & 15)
         assert np.array_equal(found[f"${4 + place}"], codes >> 4)
+    found = run(nibbles.PAIRS_TO_F32.value, {"$8": WORDS})
+    for codes, target in zip(CODES, (0, 2, 1, 3), strict=True):
+        assert np.array_equal(found[f"${target}"], codes & 15)
+        assert np.array_equal(found[f"${4 + target}"], codes >> 4)
 
 
 @pytest.mark.parametrize("kind, one, bits", [("_TO_BF16", 128, 16), ("_TO_F16", 1024, 0)])

@@ -21,6 +21,7 @@ from quire.worker import parallel_launch
 from quire.worker.device import gpu_group
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
+from tests.golden.make_checkpoints import make_checkpoint
 from tests.lora_adapter import write_adapter
 from tests.ports import free_port
 from tests.thread_workers import ThreadWorkers
@@ -151,6 +152,19 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two
     assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
     assert ranks[3].part == "stage 0 (layers 0 to 1), tensor-parallel rank 1"
     assert ranks[0].collectives["recv"].num_calls > 0
+
+
+@pytest.mark.slow
+def test_layers_are_on_the_stage_whose_indexer_chooses_their_keys(tmp_path, threads):
+    make_checkpoint("glm-moe-dsa", tmp_path / "glm")
+    found, params = [], SamplingParams(temperature=0.9, logprobs=2, max_tokens=2, **COMMON)
+    for more in ({}, STAGES):
+        llm = engine(tmp_path / "glm", deterministic=True, **more)
+        found.append(outputs_of(llm, [list(range(3, 15))], params))
+        parts = [rank.part for rank in llm.llm_engine.stats.ranks]
+        llm.close()
+    assert found[0] == found[1]
+    assert parts == ["stage 1 (layers 3 to 3)", "stage 0 (layers 0 to 2)"]
 
 
 @pytest.mark.slow
@@ -327,13 +341,15 @@ def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen
     one.close()
     ranks = engine(qwen, **STAGES)
     assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
-    (pid,) = executor_of(ranks).worker_pids.values()
+    executor = executor_of(ranks)
+    (pid,) = executor.worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     began_s = time.monotonic()
     with pytest.raises(DeviceLostError, match=rf"pipeline stage 0 \(layers 0 to 0\): rank 1 .*{pid}.*SIGKILL"):
         ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
     assert time.monotonic() - began_s < 10
     ranks.close()
+    assert executor.frames == {}  # and no CUDA graph is left, for which NCCL would wait
 
 
 def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):

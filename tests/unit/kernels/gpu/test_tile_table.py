@@ -48,6 +48,7 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
                     assert tiles.CHUNK % tile.keys == 0
         for count in (1, 16, 17, 10**6):
             assert tiles.linear_tile(count, dtype, 100, False).tokens >= 16
+            assert tiles.many_tile(count, dtype, 100) is None  # has not run on a GPU
             assert tiles.expert_tile(count, 8, dtype).pairs >= 16
             assert tiles.float8_tile(count).tokens >= 16
             assert tiles.codes_tile(count, 100, 64, True, False).rows >= 4
@@ -128,6 +129,13 @@ def test_tuning_takes_the_fastest_tile_within_the_limits():
     found = tune([fake_case([slow, spilled, large, fast])], base, Limits(232_448), measure, inspect)
     assert found.rules == {"linear": (TileRule({"dtype": "bfloat16", "max_tokens": 16}, fast),)}
     assert measured == [4, 8, 5]
+
+
+def test_tuning_compares_the_product_for_hopper_with_what_is_used_otherwise(device):
+    for case in (case for case in tuning_cases(device, is_tiny=True) if case.kernel == "linear-many"):
+        for launch in case.make():
+            launch.run()
+        assert all(tile["is_specialized"] for tile in case.candidates)
 
 
 def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ ATTENTION_LIMITS = {
     "decode": (136, {"HMMA": 32, "wide_copies": 32}),
     "decode-small-values": (255, {"HMMA": 64, "wide_copies": 64}),
     "prefill-small-values": (208, {"HGMMA": 32, "wide_copies": 48}),
+    "decode-small-values-window": (255, {"HMMA": 96, "wide_copies": 48}),
+    "prefill-small-values-whole": (200, {"HGMMA": 24, "wide_copies": 32}),
+    "prefill-alibi": (192, {"HGMMA": 16, "wide_copies": 32}),
     "decode-alibi": (144, {"HMMA": 32, "wide_copies": 32}),
     "decode-plan": (64, {}),
     "decode-merge": (64, {}),
@@ -181,6 +185,10 @@ OTHER_LIMITS = {
     "linear-8-offset": (128, {"HGMMA": 8, "wide_copies": 4}),
     "linear-4-4096": (255, {"HGMMA": 8, "wide_copies": 16}),
     "linear-add": (40, {}),
+    "linear-many": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-many-offset": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-many-f16": (168, {"HGMMA": 16, "UTMALDG": 4}),
+    "linear-many-floats": (168, {"HGMMA": 8, "UTMALDG": 4}),
     "widen-4": (40, {}),
     "widen-fp8-rows": (40, {}),
     "dense-1": (48, {"HGMMA": 4, "wide_copies": 16}),
@@ -300,6 +308,8 @@ MOST_STACK_BYTES = 32
 
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
+    if name.startswith("linear-many"):
+        return (90,)
     of_weights = name.startswith(("linear", "widen", "moe", "codes"))
     return OTHER_ARCHS[2:] if "float8" in name or ("fp8" in name and not of_weights) else OTHER_ARCHS
 
@@ -341,6 +351,8 @@ def exceeded(found):
         most["FFMA"] = 0
     if name.startswith(("linear", "dense")):  # sums that threads share have an order that depends on the tile
         most["SHFL"] = 0
+    if name.startswith("linear-many"):  # where the assembler lets products go on only one after the other it waits for each
+        most["WARPGROUP.DEPBAR"] = 4
     over = [f"{name}: {key} {found[key]} > {limit}" for key, limit in most.items() if found.get(key, 0) > limit]
     return over + [f"{name}: {key} {found.get(key, 0)} < {limit}" for key, limit in least.items() if found.get(key, 0) < limit]
 
@@ -401,21 +413,19 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
     assert over == []
 
 
+AS_THERE = """import sys
+names = "fastapi starlette uvicorn uvloop zmq msgspec prometheus_client pydantic httpx aiohttp"
+sys.modules.update(dict.fromkeys(names.split()))
+if "--section" in sys.orig_argv:
+    import pytest
+    from tests.unit.kernels.gpu.quick_interpreter import install
+    install(pytest.MonkeyPatch())
+"""
+
+
 def run_benchmark(tmp_path, *arguments):
     """Run bench/gpu.py where there are no packages of a server, as on the machine that it is for."""
-    missing = [
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "uvloop",
-        "zmq",
-        "msgspec",
-        "prometheus_client",
-        "pydantic",
-        "httpx",
-        "aiohttp",
-    ]
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\n")
+    (tmp_path / "sitecustomize.py").write_text(AS_THERE)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     command = [sys.executable, "bench/gpu.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -430,20 +440,32 @@ def test_the_benchmark_says_how_it_is_used_where_there_is_no_server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(reason_not_to_interpret() is not None, reason=str(reason_not_to_interpret()))
-def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_without_a_gpu(tmp_path):
+def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_goals import GOALS
+    from gpu_sections import read_record
+
     done = run_benchmark(tmp_path, "--smoke", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len([row for row in found["kernels"] if "name" in row]) == 15
-    assert len([row for row in found["few"] if "name" in row]) == 3
+    found = read_record((tmp_path / "found.json").read_text())
+    assert len([row for row in found["kernels"] if "name" in row]) == 12
     assert {"o fp8 1, fused", "o int4 65, dequantised, cuBLAS"} <= {row.get("name") for row in found["products"]}
-    assert {row["section"] for row in found["engine"]} == {"prefill", "mixed", "engine"}
+    assert {row["section"] for row in found["engine"]} == {"prefill", "engine decode", "mixed", "engine"}
+    assert {row["section"] for row in found["engine-in-turn"]} == {"mixed", "engine-in-turn"}
     assert [row["is_cold"] for row in found["start"][:2]] == [True, False]
     assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
-    assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 20"}
-    assert (tmp_path / "found.logs" / "tests").exists()
+    assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 9"}
+    assert {row.get("what") for row in found["ranks"]} == {None, "tensor parallel", "context parallel"}
+    assert {row.get("adapters") for row in found["adapters"]} == {0, 1, 2, None}
+    assert [row["is_forced"] for row in found["recorded-prompts"] if "is_forced" in row] == [False, True]
+    assert 1.5 < found["drafts"][0]["tokens_per_step"] <= 3
+    assert found["libraries"][-2]["library"] == "own"
+    for goal in GOALS:  # reads what sections write
+        assert any(goal.number in row and row["section"] == goal.kind for row in found[goal.section])
+    with tarfile.open(tmp_path / "found.logs.tar.gz") as packed:
+        assert {"logs/drafts.txt", "logs/tests"} <= set(packed.getnames())
     assert 0 <= found["decode-small"][0]["idle_share"] < 1
     assert found["launches"][0]["kind"] == "one by one"
     assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)

@@ -8,11 +8,12 @@ from quire.contracts.model_spec import AttentionSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.attention import AttentionMetadata, store_kv
 from quire.kernels.reference.norm import normalize as normalize_ref
+from quire.kernels.reference.norm import unit_of
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kernels.triton import qk_rope_store
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
@@ -59,6 +60,14 @@ def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
         torch.testing.assert_close(found.cpu(), normalize_ref(x, *norm), atol=1e-2, rtol=1e-2)
     else:
         assert_close(found, normalize_ref(x, *norm))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_row_over_its_size_has_the_same_bits_alone_as_among_others(kind, device):
+    x = random(7, 3, 300).bfloat16().to(device)[..., :256]
+    found = unit_rows(x, NormSpec(kind, 1e-5))
+    torch.testing.assert_close(found, unit_of(x, NormSpec(kind, 1e-5)))
+    assert torch.equal(unit_rows(x[4:5, 1:2], NormSpec(kind, 1e-5)), found[4:5, 1:2])
 
 
 @DTYPES

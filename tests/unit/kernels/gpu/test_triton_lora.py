@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
+from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.lora import add_low_rank, group_heads, group_pairs, group_rows
+from quire.kernels.triton.lora import add_low_rank, expand, group_heads, group_pairs, group_rows, shrink
 from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_integers
 from quire.model.lora.device_heads import HeadMatrices
@@ -162,3 +163,11 @@ def test_heads_of_latent_attention_get_what_a_merged_projection_gives(dtype, dev
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
         torch.testing.assert_close(found[0][row], y_keys[row] + want[0], **tolerance)
         torch.testing.assert_close(found[1][row], y_values[row] + want[1], **tolerance)
+
+
+def test_the_heads_of_a_long_prompt_are_not_more_than_a_grid_may_have():
+    pairs, a, b = (torch.empty(*shape, device="meta") for shape in ((1 << 20, 512), (128, 16, 512), (1, 512, 16)))
+    with noted_launches() as launches:
+        groups = group_heads(torch.empty(1 << 13, dtype=torch.int32, device="meta"), 1, 128)
+        expand(pairs, shrink(pairs, a, groups.by_head), b, groups.by_adapter)
+    assert [launch for launch in launches if max(launch.grid[1:], default=1) >= 1 << 16] == []

@@ -12,8 +12,18 @@ import pytest
 from quire.serving.core import executor
 from quire.serving.core.executor import BRIEF_CHARACTERS, LARGE_CHARACTERS, TokenizerPool, is_large
 from quire.serving.errors import ApiError
+from tests.no_threads import no_threads
 
 LARGE = "x" * (LARGE_CHARACTERS + 1)
+
+
+def test_threads_run_before_the_first_call():
+    """A call whose thread could not be started would stay counted."""
+    with no_threads("quire-prepare_1"), pytest.raises(RuntimeError, match="can't start new thread"):
+        TokenizerPool()
+    pool = TokenizerPool()
+    with no_threads("quire-prepare"):
+        assert asyncio.run(pool.run("owner", LARGE, lambda: 3)) == 3
 
 
 class Bench:

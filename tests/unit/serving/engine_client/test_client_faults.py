@@ -21,6 +21,8 @@ from quire.serving.engine_client.messages import ChoiceDelta, RequestDelta, Step
 from quire.serving.engine_client.subscription import Subscription
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
+from tests.no_threads import no_threads
+from tests.ranks import is_alive
 from tests.unit.serving.engine_client import fake_engine as fake
 
 COMMAND = (sys.executable, str(Path(fake.__file__)))
@@ -72,14 +74,6 @@ def with_client(scenario, model="fake", config=None, loop_factory=None, **change
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
-
-
-def is_alive(pid):
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -453,7 +447,11 @@ def test_the_engines_log_has_one_object_a_line_when_the_server_logs_json(capfd):
 
     server = LinkOptions.of(ServerConfig(log_format="json"), "INFO")
     command = (sys.executable, "-c", RAISING)
+    options = {"command": command, "log_format": server.log_format, "log_level": server.log_level, "max_restarts": 0}
+    with no_threads("quire-engine-log"), pytest.raises(WorkerError, match="could not be started: can't start new thread"):
+        with_client(scenario, **options)
+    capfd.readouterr()
     with pytest.raises(WorkerError):
-        with_client(scenario, command=command, log_format=server.log_format, log_level=server.log_level, max_restarts=0)
+        with_client(scenario, **options)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert "RuntimeError: cannot load" in lines[0]["exception"]
