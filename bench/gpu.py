@@ -43,7 +43,6 @@ SECTIONS = [
     Section("in-order-large", 45),
     Section("drafts", 60),
     Section("adapters", 45),
-    Section("few", 25),
     Section("engine-in-turn", 40),
     Section("products", 70),
     Section("kernels", 45),
@@ -84,7 +83,6 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
     until_s  as time.perf_counter has it, which all processes share: the section is stopped soon after that
     """
     import gpu_drafts
-    import gpu_few
     import gpu_kernels
     import gpu_launches
     import gpu_libraries
@@ -125,7 +123,6 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
         "libraries": lambda: gpu_libraries.library_rows(device, is_smoke, until_s),
         "products": lambda: gpu_products.product_rows(device, is_smoke, peaks, until_s),
         "kernels": lambda: gpu_kernels.case_rows(name, gpu_kernels.Shapes(device, is_smoke).all(), is_smoke, peaks, until_s),
-        "few": lambda: gpu_few.few_rows(device, is_smoke, peaks, until_s),
     }[name]()
 
 

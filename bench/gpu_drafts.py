@@ -33,17 +33,20 @@ def draft_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     generator = random.Random(0)
     length, num_tokens, rounds = (5, 8, 1) if place.is_tiny else (928, 64, 5)
     prompts = tuple(tuple(generator.randrange(shape.vocab_size - 1) for _ in range(length)) for _ in range(rounds))
-    config = EngineConfig(model=str(folder), **engine_options(place) | {"max_num_seqs": 1})
+    # Few blocks: engines follow each other in this process.
+    own = {"max_num_seqs": 1, "num_kv_blocks": 16 if place.is_tiny else 256}
+    config = EngineConfig(model=str(folder), **engine_options(place) | own)
     for num_drafts in (2,) if place.is_tiny else (4, 3, 6):
         if time.perf_counter() > until_s:
             return
-        method = {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts}
+        method = {"method": "eagle3", "model": head, "num_speculative_tokens": num_drafts, "draft_p_min": 0.0}
         trial = Trial((json.dumps(method),), (1,), prompts, num_tokens, 0.0, num_drafts, rounds, False, forced_share=_SHARE)
         (line,) = measure_speculation(config, trial).lines
         release_memory(place.device)
         forced = (1 - _SHARE ** (num_drafts + 1)) / (1 - _SHARE)
+        per_step = (num_tokens - 1) / (num_tokens / line.tokens_per_step - 1)  # without the step of the prompt
         row: Row = {"section": "drafts", "model": shape.name, "drafts": num_drafts, "share": _SHARE, "decoding": line.decoding}
-        row |= {"at_share": line.decoding * forced / line.tokens_per_step, "tokens_per_step": line.tokens_per_step}
+        row |= {"at_share": line.decoding * forced / per_step, "tokens_per_step": per_step}
         yield row | {"same_outputs": line.same_outputs, "acceptance": line.acceptance}
 
 

@@ -87,10 +87,10 @@ def _sum_rows(place: Place) -> Iterator[Row]:
 def _several_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     """Yield how fast engines of two GPUs decode: by tensor parallelism, and with the tokens of sequences shared, too."""
     options = {"tensor_parallel_size": 2}
-    num_gpus = torch.cuda.device_count() if place.device.type == "cuda" else 2
+    num_gpus = torch.cuda.device_count()
     for name, more in (("tensor parallel", {}), ("context parallel", {"decode_context_parallel_size": 2})):
         if num_gpus < 2:
-            yield {"section": "ranks", "what": name, "skipped": f"needs 2 GPUs, and there is {num_gpus}"}
+            yield {"section": "ranks", "what": name, "skipped": f"needs 2 GPUs, not {num_gpus}"}
         elif time.perf_counter() < until_s:
             folder = write_random_model(shape, place.folder / shape.name)
             llm = LLM(str(folder), **engine_options(place) | options | more)

@@ -20,35 +20,30 @@ Row = dict[str, object]
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("tests/unit/kernels/gpu")
-FIRST = [
-    "test_triton_attention.py",
-    "test_hopper_attention.py",
-    "test_triton_fused_quantized.py",
-    "test_device_tiers.py",
-    "test_device_heads.py",
-    "test_device_drafts.py",
-    "test_triton_layers.py",
-    "test_triton_decoder.py",
-    "test_device_engine.py",
-    "test_device_stepper.py",
-    "test_triton_linear.py",
-    "test_triton_sampling.py",
-    "test_device_overlap.py",
-    "test_device_golden.py",
-]
-"""What is worth most; the other files come after these."""
+_WORK_S = {
+    "device_golden": 326, "triton_attention": 123, "device_recurrent": 79, "device_engine": 61, "device_adapters": 60,
+    "device_tiers": 54, "triton_fused": 53, "device_drafts": 39, "device_windows": 39, "device_heads": 37,
+    "recorded_prompts": 34, "hopper_attention": 28, "triton_decoder": 24, "triton_linear": 21, "triton_moe": 17,
+    "quantized_models": 17, "triton_fused_quantized": 16, "triton_rotated": 16, "triton_float8": 15, "triton_sampling": 15,
+    "attention_libraries": 14, "triton_lora": 14, "nccl_rank": 14, "device_traits": 13, "triton_layers": 12,
+}  # fmt: skip
+"""What the tests of longer files take on an H200 beside the start of their process, all parts together, as test_NAME.py.
+
+Estimates: the seconds in gpu-h200-2026-11-28.json, less 7 for each process, by the tests that there were then and are now.
+"""
+
+_MOST_S, _SHORT_TOGETHER = 39, 3
+"""Files with more work run in parts; other files than these, so many in a process."""
 
 WITHOUT_A_GPU = {
-    *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"),
-    *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py", "test_serving_variants.py"),
-    *("test_device_context.py", "test_expert_exchange.py", "test_device_homes.py", "test_random_homes.py"),
-    *("test_tensor_parallel_decoder.py", "test_tensor_parallel_engine.py", "test_staged_call.py", "test_bound_launches.py"),
+    *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py", "test_compile_server.py"),
+    *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py", "test_serving_variants.py", "test_bound_launches.py"),
+    *("test_device_context.py", "test_device_homes.py", "test_random_homes.py"),
+    *("test_expert_exchange.py", "test_tensor_parallel_decoder.py", "test_tensor_parallel_engine.py"),
+    *("test_run_on_a_gpu.py", "test_staged_call.py"),
 }
-"""Files that test nothing on a GPU: they read sources, compile ahead of time, try checks, several ranks and this benchmark in
-the interpreter, or launch nothing."""
-
-PARTS = {"test_device_golden.py": 5, "test_triton_attention.py": 4, "test_triton_fused.py": 3, "test_device_recurrent.py": 2}
-"""Of files that take longest, in how many processes they run."""
+"""Files that test nothing on a GPU: they read sources, compile ahead of time, test what the host does, or several ranks in the
+interpreter."""
 
 _COUNTED = ("passed", "failed", "error", "skipped")
 _TAIL = 1500
@@ -57,12 +52,17 @@ _SECONDS_TO_SUM_UP = 5
 
 
 def files_for_a_gpu() -> list[str]:
-    """Return the names of the files that a GPU runs, what is worth most first; of long ones "FILE IofN": a part of it."""
+    """Return what a GPU runs, each in a process, the longest first: "FILE", "FILE IofN", a part of it, or "FILE FILE"."""
     found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - WITHOUT_A_GPU
-    names = [*(name for name in FIRST if name in found), *sorted(found - set(FIRST))]
-    counts = {name: PARTS.get(name, 1) for name in names}
-    parted = [f"{name} {index}of{count}" for name, count in counts.items() if count > 1 for index in range(count)]
-    return [*parted, *(name for name, count in counts.items() if count == 1)]
+    runs: list[tuple[float, str]] = []
+    for stem, seconds in _WORK_S.items():
+        name, count = f"test_{stem}.py", -(-seconds // _MOST_S)
+        parts = [f"{name} {index}of{count}" for index in range(count)] if count > 1 else [name]
+        runs += [(seconds / count, part) for part in parts]
+        found.remove(name)
+    short, runs = sorted(found), sorted(runs, key=lambda run: -run[0])
+    together = (short[first : first + _SHORT_TOGETHER] for first in range(0, len(short), _SHORT_TOGETHER))
+    return [*(name for _, name in runs), *map(" ".join, together)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,8 @@ def _counts(text: str) -> dict[str, int]:
 
 def pytest_command(name: str) -> list[str]:
     """Return how one of files_for_a_gpu is tested, slow tests included."""
-    file, _, part = name.partition(" ")
-    command = [sys.executable, "-m", "pytest", "-vv", str(FOLDER / file), "-m", "slow or not slow", "-o", "addopts="]
+    words = name.split(" ")
+    part = "" if words[-1].endswith(".py") else words.pop()
+    files = [str(FOLDER / file) for file in words]
+    command = [sys.executable, "-m", "pytest", "-vv", *files, "-m", "slow or not slow", "-o", "addopts="]
     return ["env", f"QUIRE_TEST_PART={part.replace('of', '/')}", *command] if part else command

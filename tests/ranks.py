@@ -88,6 +88,14 @@ def command_lines_of_children(pid: int) -> dict[int, str]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def left_behind(*folders: str) -> set[str]:
     """What is in the folders, by default those where a process may leave something."""
     return {str(path) for folder in folders or ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}

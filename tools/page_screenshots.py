@@ -21,7 +21,7 @@ from tests.browser.test_router_page import routing
 from tests.browser.test_views import Load, batch_file
 
 FOLDER = Path("docs/guides/images")
-QUALITY = 35
+QUALITY = 15
 PROMPT = "Tell me about a lion and a mouse."
 
 

@@ -6,16 +6,15 @@ results of all chunks are gathered, and merged in the order of the keys. For run
 which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
 chunks at the same positions.
 
-Of decode steps without host_context_lens all sizes are those of max_context_len, and the device finds which keys each rank has:
-CUDA graphs contain them. A rank's own blocks follow each other in a table, whose keys it attends to as if there were no others;
-with a window, or `is_in_order`, it lists as many chunks as it may have.
+Decode steps without host_context_lens, which are recorded, have the sizes of max_context_len, and the device finds the keys of
+each rank: it attends to a table of its own blocks, or with a window or `is_in_order` to as many chunks as it may have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,11 +40,8 @@ from quire.kernels.triton.tiles import CHUNK
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
 
-_Item = TypeVar("_Item")
-
 RECORDED_BYTES = 16 << 20
-"""Of results of a layer's chunks that a recorded step gathers at most: that takes a GPU no longer than launching a layer one by
-one takes the host (estimated: 0.1 ms at 200 GB/s, and 15 launches of 12 us)."""
+"""Of results that a layer of a recorded step gathers at most; estimated: 0.1 ms at 200 GB/s, less than 15 launches of 12 us."""
 
 
 class _ChunkRound(NamedTuple):
@@ -99,7 +95,7 @@ class ContextRanks:
     def localize(self, step: DeviceAttentionMetadata, blocks_per_rank: int, block_size: int) -> DeviceAttentionMetadata:
         """Return a step with slots and block tables of this rank's blocks; what is on other ranks has slot -1."""
         if step.num_drafts is not None or (step.host_context_lens is None and not step.is_decode):
-            raise InvariantError("keys on several ranks need decode steps, or lengths on the host and no trees")
+            raise InvariantError("keys on several ranks need lengths on the host or decode steps, and no trees")
         tables, first = step.block_tables, self.place * blocks_per_rank
         shared = SharedKeys(tables, (tables[:, 0] // blocks_per_rank).long(), blocks_per_rank)
         own = (tables - first).clamp_(0, blocks_per_rank - 1)
@@ -108,8 +104,8 @@ class ContextRanks:
         return replace(step, slots=slots, block_tables=own, shared_keys=shared)
 
     def part_of(self, step: DeviceAttentionMetadata, block_size: int) -> DeviceAttentionMetadata:
-        """Return a localized decode step over this rank's keys only: the tables have its blocks one after the other, and the
-        context lengths are those of its tokens. The host knows neither."""
+        """Return a localized decode step over this rank's keys only: tables of its blocks one after the other, and how many
+        tokens they have."""
         shared = step.shared_keys
         assert shared is not None
         per_chunk, per_round, width = CHUNK // block_size, CHUNK * self.size, step.block_tables.shape[1]
@@ -119,27 +115,19 @@ class ContextRanks:
         num_chunks = -(-width // (per_chunk * self.size))
         index = torch.arange(num_chunks * per_chunk, device=lengths.device)
         entries = (index // per_chunk * self.size + before[:, None]) * per_chunk + index % per_chunk
-        return replace(
-            step,
-            context_lens=own.to(torch.int32),
-            block_tables=step.block_tables.gather(1, entries.clamp_(max=width - 1)),
-            max_context_len=num_chunks * CHUNK,
-            shared_keys=None,
-            plans={},
-            _tiles={},
+        tables, lengths, most = (
+            step.block_tables.gather(1, entries.clamp_(max=width - 1)),
+            own.to(torch.int32),
+            num_chunks * CHUNK,
         )
+        return replace(step, context_lens=lengths, block_tables=tables, max_context_len=most, plans={}, _tiles={})
 
     def most_recorded(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
-        """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none. They gather the results of all
-        chunks that contexts may have, which are RECORDED_BYTES at most.
-
-        specs  what each tensor-parallel rank runs; as many follow each other in a group as there are here
-        """
-        most = 1
-        for layers in zip(*(spec.layers for spec in specs[: self.size]), strict=True):
-            own = [layer.attention for layer in layers if layer.attention != NO_ATTENTION]
-            most = max(most, sum(_result_bytes(each) * _most_chunks(each, max_model_len) for each in own))
-        return RECORDED_BYTES // most
+        """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none; specs: what each rank runs. They
+        gather results of as many chunks as contexts may have."""
+        own = [layer.attention for spec in specs for layer in spec.layers if layer.attention != NO_ATTENTION]
+        most = max(_result_bytes(each) * _most_chunks(each, max_model_len) for each in own)
+        return RECORDED_BYTES // (self.size * most)
 
     def own_blocks(self, blocks: Tensor, blocks_per_rank: int) -> Tensor:
         """Return blocks [N] i64 to copy as this rank counts them; those of others become the spare one behind its own."""
@@ -287,7 +275,7 @@ class LayerContext:
         size = self._ranks.size
         num_bytes = size * _result_bytes(self._all, lists.longest_short)
         chunks = [
-            self._chunk_round(part, [spans[index] for index in part], lists.longest_short, shared)
+            self._chunk_round({index: spans[index] for index in part}, lists.longest_short, shared)
             for part in _rounds(short, lambda index: -(-len(spans[index]) // size) * num_bytes, GATHERED_BYTES)
         ]
         long = sorted({index for index, _ in lists.long})
@@ -308,8 +296,9 @@ class LayerContext:
             return _Plan([], [], part=self._ranks.part_of(step, cache.k.shape[2]))
         count, most = len(step.context_lens), _most_chunks(self._all, step.max_context_len)
         lows = (step.context_lens.long() - (self._all.window or step.max_context_len)).clamp_(min=0) // CHUNK
-        listed = (_repeated(count, each, lows.device) for each in (-(-most // self._ranks.size), most))
-        return _Plan([self._round(Tiles(None, None, count, 1), lows, shared.firsts + lows, *listed)], [])
+        totals = count * -(-most // self._ranks.size), count * most
+        tiles, counts = Tiles(None, None, count, 1), torch.full_like(lows, most)
+        return _Plan([self._round(tiles, lows, shared.firsts + lows, counts, totals)], [])
 
     def _span(self, count: int, length: int, num_queries: int) -> range:
         """Return the chunks that a sequence of `length` tokens, the last `count` of them queries, attends to."""
@@ -317,40 +306,25 @@ class LayerContext:
         first_key = 0 if window is None else max(0, place - window + 1)
         return range(first_key // CHUNK, -(-min(place + num_queries, length) // CHUNK))
 
-    def _chunk_round(
-        self, sequences: Sequence[int], spans: Sequence[range], num_queries: int, shared: SharedKeys
-    ) -> _ChunkRound:
-        counts = np.array([len(span) for span in spans])
-        own_tiles, own_numbers, own_starts = _listed(-(-counts // self._ranks.size))
-        tiles, numbers, starts = _listed(counts)
-        columns = np.array(sequences), np.zeros(len(spans), np.int64), own_starts, own_tiles, starts
-        wide = own_numbers, tiles, numbers, np.array([span.start for span in spans])
-        sent = [torch.tensor(each, dtype=torch.int32) for each in columns] + [torch.tensor(each) for each in wide]
-        there, offsets, own_first, own_there, starts, own_numbers, tiles, numbers, lows = send_together(
-            sent, shared.tables.device
-        )
-        own, every = (own_there, own_numbers, own_first), (tiles, numbers, starts)
+    def _chunk_round(self, spans: Mapping[int, range], num_queries: int, shared: SharedKeys) -> _ChunkRound:
+        """Return a round of sequences and the chunks of each."""
+        columns = [torch.tensor(each, dtype=torch.int32) for each in (list(spans), [0] * len(spans))]
+        wide = [torch.tensor([size for span in spans.values() for size in (len(span), span.start)])]
+        there, offsets, both = send_together([*columns, *wide], shared.tables.device)
+        counts, lows = both.view(-1, 2).unbind(1)
+        totals = sum(-(-len(span) // self._ranks.size) for span in spans.values()), sum(map(len, spans.values()))
         firsts = shared.firsts[there.long()] + lows
-        return self._round(Tiles(there, offsets, len(spans), num_queries), lows, firsts, own, every)
+        return self._round(Tiles(there, offsets, len(spans), num_queries), lows, firsts, counts, totals)
 
-    def _round(
-        self,
-        tiles: Tiles,
-        lows: Tensor,
-        firsts: Tensor,
-        own: tuple[Tensor, Tensor, Tensor],
-        every: tuple[Tensor, Tensor, Tensor],
-    ) -> _ChunkRound:
-        """Return a round of runs.
-
-        lows, firsts  [tiles] i64: the first chunk of each, and its rank, counted on past the last one
-        own, every    this rank's items, and those of all, as _listed returns them
-        """
-        size, (own_tiles, own_numbers, own_starts), (of_tiles, numbers, starts) = self._ranks.size, own, every
-        own_long = own_tiles.long()
-        own_chunks = lows[own_long] + (self._ranks.place - firsts[own_long]) % size + own_numbers * size
-        owners, places = (firsts[of_tiles] + numbers) % size, own_starts.long()[of_tiles] + numbers // size
-        plan = ChunkPlan(*(each.to(torch.int32) for each in (own_starts, own_tiles, own_chunks)))
+    def _round(self, tiles: Tiles, lows: Tensor, firsts: Tensor, counts: Tensor, totals: tuple[int, int]) -> _ChunkRound:
+        """Return a round of runs that attend to `counts` chunks from `lows` on, of ranks `firsts` modulo their number, all
+        [tiles] i64; totals: items of this rank, and of all."""
+        size = self._ranks.size
+        own, numbers, own_starts = _listed((counts + size - 1) // size, totals[0])
+        chunks = lows[own] + (self._ranks.place - firsts[own]) % size + numbers * size
+        plan = ChunkPlan(*(each.to(torch.int32) for each in (own_starts, own, chunks)))
+        every, numbers, starts = _listed(counts, totals[1])
+        owners, places = (firsts[every] + numbers) % size, own_starts[every] + numbers // size
         return _ChunkRound(tiles, plan, starts.to(torch.int32), owners, places)
 
     def _key_round(
@@ -364,13 +338,12 @@ class LayerContext:
     ) -> _KeyRound:
         size, place, block_size = self._ranks.size, self._ranks.place, cache.k.shape[2]
         per_chunk = CHUNK // block_size
-        counts = np.array([-(-lengths[index] // (CHUNK * size)) for index in sequences])  # chunks of each on a rank
-        owned, numbers, starts = _listed(counts)
-        bases = np.zeros(len(shared.firsts), np.int64)
-        bases[list(sequences)] = starts[:-1]
+        most_chunks = [-(-lengths[index] // (CHUNK * size)) for index in sequences]  # of each on a rank
         columns = [torch.tensor([run[side] for run in runs], dtype=torch.int32) for side in (0, 1)]
-        wide = [torch.tensor(each) for each in (np.array(sequences)[owned], numbers, bases)]
-        there, offsets, owned, numbers, bases = send_together([*columns, *wide], shared.tables.device)
+        wide = [torch.tensor(each) for each in (list(sequences), most_chunks)]
+        there, offsets, listed, counts = send_together([*columns, *wide], shared.tables.device)
+        owned, numbers, starts = _listed(counts, sum(most_chunks))
+        bases, owned = torch.zeros_like(shared.firsts).index_copy_(0, listed, starts[:-1]), listed[owned]
         chunks = (place - shared.firsts[owned]) % size + numbers * size
         inside = torch.arange(per_chunk, device=chunks.device)
         entries = (chunks[:, None] * per_chunk + inside).flatten().clamp_(max=shared.tables.shape[1] - 1)
@@ -380,7 +353,7 @@ class LayerContext:
         index = torch.arange(most, device=chunks.device)
         chunk = index // per_chunk
         owners = (shared.firsts[:, None] + chunk) % size
-        tables = (owners * int(starts[-1]) + bases[:, None] + chunk // size) * per_chunk + index % per_chunk
+        tables = (owners * sum(most_chunks) + bases[:, None] + chunk // size) * per_chunk + index % per_chunk
         return _KeyRound(Tiles(there, offsets, len(runs), num_queries), blocks, tables.to(torch.int32))
 
 
@@ -388,22 +361,16 @@ def _empty_results(shape: tuple[int, ...], device: torch.device) -> SomeChunks:
     return SomeChunks(*(torch.empty(size, dtype=torch.float32, device=device) for size in (shape, shape[:-1])))
 
 
-def _listed(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for so many items of each tile one after the other, the tile of each item, its number in the tile, and the first
-    item of each tile, and the end."""
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    tiles = np.repeat(np.arange(len(counts)), counts)
-    return tiles, np.arange(starts[-1]) - starts[tiles], starts
-
-
-def _repeated(num_tiles: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return on a device what `_listed` does for `count` items of each tile, all i64."""
-    items = torch.arange(num_tiles * count, device=device)
-    return items // count, items % count, torch.arange(num_tiles + 1, device=device) * count
+def _listed(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for so many items of each tile one after the other, `total` in all, the tile of each item, its number in the
+    tile, and the first item of each tile, and the end; all i64."""
+    tiles = torch.repeat_interleave(counts, output_size=total)
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    return tiles, torch.arange(total, device=counts.device) - starts[tiles], starts
 
 
 def _result_bytes(spec: AttentionSpec, num_queries: int = 1) -> int:
-    """Return the bytes of the results of one chunk for a run of so many queries, without the logarithms of their sums."""
+    """Return the bytes of the results of a chunk for so many queries, without the logarithms of sums."""
     return 4 * int(np.prod(partial_shape(spec, num_queries)))
 
 
@@ -413,9 +380,9 @@ def _most_chunks(spec: AttentionSpec, max_context_len: int) -> int:
     return most if spec.window is None else min(most, -(-(spec.window - 1) // CHUNK) + 1)
 
 
-def _rounds(items: Sequence[_Item], size_of: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:
+def _rounds(items: Sequence[int], size_of: Callable[[int], int], limit: int) -> Iterator[list[int]]:
     """Yield items in rounds whose sizes add up to at most the limit, at least one in each."""
-    found: list[_Item] = []
+    found: list[int] = []
     total = 0
     for item in items:
         size = size_of(item)

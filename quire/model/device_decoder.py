@@ -122,15 +122,9 @@ class DeviceDecoder:
 
     @property
     def records_prompts(self) -> bool:
-        """Whether the launches of steps with prompts depend on their padded sizes only, so that they can be recorded. Where
-        ranks share the tokens of sequences, they gather as many keys as the contexts have."""
+        """Whether the launches of steps with prompts depend on their padded sizes only, so that they can be recorded. Ranks
+        that share the tokens of sequences gather as many keys as contexts have."""
         return self.rows is None and (self.ranks is None or self.ranks.context is None)
-
-    def most_recorded(self, specs: Sequence[ModelSpec], max_num_seqs: int, max_model_len: int) -> int:
-        """Return up to how many sequences decode steps are recorded; specs: of all tensor-parallel ranks, with all layers."""
-        if self.ranks is None or self.ranks.context is None or not self.is_in_order:
-            return max_num_seqs
-        return min(max_num_seqs, self.ranks.context.most_recorded(specs, max_model_len))
 
     @property
     def row_parallel(self) -> frozenset[str]:

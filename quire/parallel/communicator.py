@@ -1,4 +1,4 @@
-"""Communicator: the collectives of a group of ranks; a group of one rank; and a wrapper that counts calls."""
+"""Communicator: the collectives of a group of ranks, and a wrapper that counts calls."""
 
 from __future__ import annotations
 
@@ -195,50 +195,6 @@ def exchange_at_once(
     began_s = time.perf_counter()
     communicator.all_to_all(out, x, out_sizes, sizes)
     return EndedTransfer(time.perf_counter() - began_s)
-
-
-class LocalCommunicator:
-    """A group of one rank: collectives copy."""
-
-    rank = 0
-    size = 1
-
-    def barrier(self) -> None:
-        """Do nothing."""
-
-    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """Copy the part."""
-        check_gather(out, part, sizes, 0, 1)
-        out.copy_(part)
-
-    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
-        """Do nothing."""
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """Copy x."""
-        check_scatter(out, x, sizes, 0, 1)
-        out.copy_(x)
-
-    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copy x."""
-        check_exchange(out, x, out_sizes, sizes, 0, 1)
-        out.copy_(x)
-
-    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> EndedTransfer:
-        """Copy x."""
-        return exchange_at_once(self, out, x, out_sizes, sizes)
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        """Do nothing."""
-        check_peer("source", source, 0, 1, may_be_self=True)
-
-    def send(self, x: Tensor, to: int) -> None:
-        """Raise InvariantError: there is no other rank."""
-        check_peer("to", to, 0, 1)
-
-    def recv(self, x: Tensor, source: int) -> None:
-        """Raise InvariantError: there is no other rank."""
-        check_peer("source", source, 0, 1)
 
 
 @dataclass(slots=True)

@@ -1,3 +1,5 @@
+import tempfile
+
 import pytest
 
 from tests.e2e.server_process import serving
@@ -27,3 +29,10 @@ def tooled_server(tmp_path_factory):
     )
     with serving(*options, model=str(model), key=KEY) as running:
         yield running
+
+
+@pytest.fixture
+def temporary_folder(tmp_path, monkeypatch):
+    """A folder for temporary files that nobody else uses."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

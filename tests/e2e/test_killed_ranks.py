@@ -14,7 +14,7 @@ from quire.base.environment import environment_with_quire
 from quire.kernels.native import load_native
 from tests.ranks import assert_nothing_new, left_behind
 
-NUM_ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "28"))
+NUM_ROUNDS = int(os.environ.get("QUIRE_KILL_ROUNDS", "14"))
 """A round takes about a second. 500 for a long run."""
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 from unittest import mock
 
 import pytest
@@ -134,34 +132,6 @@ def test_the_others_go_on_when_a_killed_replica_cannot_be_started_again(two, mon
         outputs = two.generate(PROMPTS, short, use_tqdm=False)
         assert all("replica 1 ended" in output.error for output in outputs if output.error is not None)
     assert all(output.error is None for output in outputs)
-
-
-def test_processes_end_with_the_one_that_started_them():
-    code = (
-        "import time\n"
-        "from quire import LLM\n"
-        f"llm = LLM('demo', data_parallel_size=2, **{OPTIONS!r})\n"
-        "print(*llm.llm_engine.pids, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pids = [int(word) for word in leader.stdout.readline().split()]
-    assert len(pids) == 2
-    leader.kill()
-    leader.wait()
-    leader.stdout.close()
-    deadline_s = time.monotonic() + 10
-    while any(_is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
-def _is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_what_cannot_start_says_which_replica_and_the_numbers():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,12 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, WorkerError
 from quire.kernels.native import load_native
 from quire.worker import pipeline_stage
-from tests.ranks import assert_nothing_new, command_lines_of_children, left_behind
+from tests.ranks import assert_nothing_new, command_lines_of_children, is_alive, left_behind
 
-pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
+    pytest.mark.usefixtures("temporary_folder"),
+]
 
 PROMPTS = ["It was a cold morning when", "The detective looked at", "A", "Once upon a time"]
 OPTIONS = {"num_threads": 2, "max_num_seqs": 4, "num_kv_blocks": 256}
@@ -34,46 +35,19 @@ def _pids(llm):
     return llm.llm_engine.runner.worker_pids
 
 
-@pytest.fixture(autouse=True)
-def temporary_folder(tmp_path, monkeypatch):
-    """A folder for temporary files that nobody else uses."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def _is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["demo", "demo-moe"])
-def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(model):
+def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing():
     before = left_behind()
-    one = LLM(model, **OPTIONS)
+    one = LLM("demo-moe", **OPTIONS)
     expected = _generate(one, logprobs=2, prompt_logprobs=1)
     one.close()
-    stages = LLM(model, pipeline_parallel_size=2, **OPTIONS)
+    stages = LLM("demo-moe", pipeline_parallel_size=2, **OPTIONS)
     pids = _pids(stages)
     assert list(pids) == [0, 1]
     assert _generate(stages, logprobs=2, prompt_logprobs=1) == expected
     stages.close()
-    assert not any(_is_alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
     assert_nothing_new(before)
-
-
-@pytest.mark.slow
-def test_drafts_of_a_model_in_the_leader_change_no_token():
-    one = LLM("demo", **OPTIONS)
-    expected = _generate(one, temperature=0.0)
-    one.close()
-    drafts = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False}
-    stages = LLM("demo", pipeline_parallel_size=2, speculative_config=drafts, **OPTIONS)
-    assert _generate(stages, temperature=0.0) == expected
-    assert stages.llm_engine.stats.num_draft_tokens > 0
-    stages.close()
 
 
 @pytest.mark.slow
@@ -98,7 +72,7 @@ def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_soon(stage,
         _generate(llm, 1000, ignore_eos=True)
     assert time.monotonic() - at[0] < LIMIT_S
     llm.close()
-    assert not any(_is_alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
     assert_nothing_new(before)
 
 
@@ -127,7 +101,7 @@ def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of
     assert time.monotonic() - at[0] < LIMIT_S
     assert raised.value.rank == killed + 1
     llm.close()
-    assert not any(_is_alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
     assert_nothing_new(before)
 
 

@@ -286,7 +286,7 @@ def test_body_is_taken_when_nothing_is_wrong(app, validators, path):
 
 @pytest.mark.one_in(2, keep=False)
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("num_examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_field_of_a_wrong_type_is_refused(app, validators, path, num_examples):
     fields = [name for name in fields_of(validators[path].schema) if name not in ("model",)]
 
@@ -300,7 +300,7 @@ def test_field_of_a_wrong_type_is_refused(app, validators, path, num_examples):
 
 @pytest.mark.one_in(2, keep=False)
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("num_examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_anything_wrong_anywhere_in_a_body_is_no_server_error(app, validators, path, num_examples):
     # The path names the model of a deployment: what the body has for it is not read.
     changed = [place for place in places(BODIES[path]) if place != ("model",) or "{deployment}" not in path]
@@ -364,7 +364,7 @@ def test_form_is_refused_when_it_is_malformed(app, name):
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("num_examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [60, pytest.param(150, marks=pytest.mark.slow)])
 def test_form_is_no_server_error_when_bytes_of_it_are_changed(app, num_examples):
     whole = FORM_TYPE + b"|" + part(b"expires_after[anchor]", b"created_at") + part(b"expires_after[seconds]", b"3600") + FORM
 
@@ -429,7 +429,7 @@ LENGTH_FIELDS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses
 
 @pytest.mark.one_in(2, keep=False)
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("num_examples", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_answers_are_as_described(server, name, num_examples):
     statuses = collections.Counter()
 

@@ -98,12 +98,10 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "pr
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", case_params(FAMILY_CASES))
 def test_greedy_tokens_are_the_same_alone_and_in_small_chunks_with_drafts_and_preempted(folder, case):
-    model = reference_model(folder)
     options = {"skip_tokenizer_init": True, "max_num_seqs": 4}
     llm = LLM(str(folder), **options, num_kv_blocks=60, max_num_batched_tokens=64, enable_prefix_caching=False)
     alone = [generate(llm, 64, [prompt])[0][0] for prompt in PROMPTS]
     llm.close()
-    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, alone, strict=True)] == alone
     for chunk in (1, 7):
         llm = LLM(str(folder), **options, num_kv_blocks=14, long_prefill_token_threshold=chunk, speculative_config=DRAFTS)
         found, outputs = generate(llm, 64)

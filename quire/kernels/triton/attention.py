@@ -221,11 +221,8 @@ def merge_some_chunks_launch(
 def attend_part_launches(
     out: Tensor, sums: Tensor, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, spec: AttentionSpec
 ) -> list[Launch]:
-    """Return the launches that attend the only query of each sequence to a part of its keys, as `attend` does to all.
-
-    out   [T, H, D] f32, contiguous, zeros where a sequence has no keys; sums [T, H] f32, see merge_some_chunks_launch
-    step  with the tables of the blocks that hold the part, one after the other, and as context lengths its tokens
-    """
+    """Return the launches that attend the only query of each sequence to the part of its keys of which `step` has the blocks
+    and the length; out [T, H, D] f32 and sums as of merge_some_chunks_launch, zeros and -inf where there are none."""
     tiles = Tiles(None, None, len(q), 1)
     return _split_on_device(_short_call(out, q, cache, step, spec, None, tiles, False), sums)
 
@@ -322,8 +319,7 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
 
 
 def _split_on_device(call: _Call, sums: Tensor | None = None) -> list[Launch]:
-    """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge; sums: see
-    merge_some_chunks_launch."""
+    """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge."""
     window, tiles, (num_kv_heads, group, dim, *_) = call.spec.window, call.tiles, call.heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)

@@ -101,10 +101,10 @@ class StepLauncher:
         if self._stage is not None:
             specs = self._stage.rank_specs
             self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
-        most_rows = sizes.max_num_seqs
-        if isinstance(decoder, DeviceDecoder):
-            most_rows = decoder.most_recorded(specs, most_rows, sizes.max_model_len)
-        self.grid = GraphGrid(most_rows, self._sampler.samplings, self._homes.size)
+        most = sizes.max_num_seqs
+        if decoder.ranks is not None and decoder.ranks.context is not None and decoder.is_in_order:
+            most = min(most, decoder.ranks.context.most_recorded(specs, sizes.max_model_len))
+        self.grid = GraphGrid(most, self._sampler.samplings, self._homes.size)
         most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
         # With homes steps with prompts are not recorded: each home would be padded to the tokens that one may have.
         most_tokens = most_recorded if is_recording and self._homes.size == 1 else 0
@@ -118,9 +118,9 @@ class StepLauncher:
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most_in_step, most_tokens), dtype=torch.int64, device=device)
-        kept_rows = (most_tokens, most) if self.samples else (0, 0)
-        self._hidden = torch.empty(kept_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
-        self._logits = torch.empty(kept_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
+        most_rows = (most_tokens, most) if self.samples else (0, 0)
+        self._hidden = torch.empty(most_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.empty(most_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
         # With layers in two formats every part of the model, as a stage may be, has the tiles of both.
         formats = {pool.spec.dtype, *((spec.dtype,) if pool.spec.layer_dtypes else ())}
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]

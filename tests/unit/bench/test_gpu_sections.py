@@ -66,7 +66,7 @@ def test_sections_go_on_after_one_that_fails_and_end_with_the_time(sections, tmp
     assert seen == {"first": 0, "second": 3, "third": 5}
     assert [taken[name][0] for name in names] == [{"found": 1}] * 3
     assert 5 == limits["third"] < limits["second"] < limits["first"] < 40  # what is left where that is less
-    late = sections.run_section(chosen[0], command("pass", tmp_path / "x.jsonl"), tmp_path / "x.jsonl", 0.5)
+    late = sections.run_section(chosen[0], command("pass", tmp_path / "x.jsonl"), tmp_path / "x.jsonl", 29)
     assert late == [{"section": "first", "error": "left out: no time was left"}]
 
 

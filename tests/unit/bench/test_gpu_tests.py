@@ -87,15 +87,18 @@ def test_names_of_failures_are_kept_when_a_file_is_stopped(run, tmp_path, monkey
     assert ("summed up" in text) == (name == "sums up")
 
 
-def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests):
+def test_all_files_that_need_a_gpu_run_in_parts_or_together(gpu_tests):
     names = gpu_tests.files_for_a_gpu()
-    files = [name.partition(" ")[0] for name in names]
-    assert files[0] == "test_triton_attention.py"
+    files = [word for name in names for word in name.split(" ") if word.endswith(".py")]
     assert len(names) == len(set(names))
-    assert "test_triton_compiling.py" not in files
     there = {path.name for path in (ROOT / "tests/unit/kernels/gpu").glob("test_*.py")}
-    assert set(files) < there
-    assert set(gpu_tests.FIRST) | gpu_tests.WITHOUT_A_GPU | set(gpu_tests.PARTS) <= there
+    assert there > gpu_tests.WITHOUT_A_GPU
+    assert set(files) == there - gpu_tests.WITHOUT_A_GPU
+    parted = {name.partition(" ")[0] for name in names if "of" in name.rpartition(" ")[2]}
+    assert "test_device_golden.py" in parted
+    assert all(files.count(file) == 1 for file in set(files) - parted)
+    command = gpu_tests.pytest_command("test_a.py test_b.py")
+    assert [word[-9:] for word in command if "test_" in word] == ["test_a.py", "test_b.py"]
 
 
 def test_parts_of_a_file_have_each_of_its_tests_once(gpu_tests):

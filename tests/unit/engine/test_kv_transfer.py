@@ -1,8 +1,6 @@
 """A decode engine whose prompts are computed by a prefill engine gives the tokens of one engine, whatever fails."""
 
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -420,45 +418,6 @@ def test_failed_step_of_the_prefill_engine_is_no_failure_of_the_request(monkeypa
         assert wait_until(lambda: not peer.engine.prefill.num_lendings)
         check_nothing_is_held(peer.engine)
     assert cached[0] < 96
-
-
-PEER = """
-import sys, time
-from tests.prefill_thread import PrefillThread
-from tests.unit.engine.test_kv_transfer import SIZES
-with PrefillThread(model="demo", prefill_listen="tcp://127.0.0.1:0", **SIZES, max_num_batched_tokens=16) as peer:
-    if sys.argv[1] == "slow":
-        step = peer.engine.step
-        peer.engine.step = lambda: (time.sleep(0.5), step())
-    print(peer.address, flush=True)
-    time.sleep(1000)
-"""
-
-
-@needs_native
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", ["kill", "stop"])
-def test_prefill_engine_that_is_killed_or_stopped_between_pages_is_given_up(cold, sent):
-    process = subprocess.Popen([sys.executable, "-c", PEER, "slow"], stdout=subprocess.PIPE, text=True)
-    try:
-        with decode_llm(process.stdout.readline().strip()) as llm:
-            engine = llm.llm_engine
-            expected = cold.generate(PREFIX, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
-            engine.add_request("one", PREFIX, SamplingParams(temperature=0.0, max_tokens=8))
-            pull = engine.remote_prefill.pulls["one"]
-            assert wait_until(lambda: pull.num_done >= 2)
-            subprocess.run(["kill", f"-{sent.upper()}", str(process.pid)], check=True)
-            began_s, outputs = time.monotonic(), []
-            while engine.has_unfinished_requests():
-                outputs += engine.step()
-            assert time.monotonic() - began_s < 20
-            assert list(outputs[-1].outputs[0].token_ids) == list(expected.outputs[0].token_ids)
-            assert 32 <= outputs[-1].metrics.num_cached_tokens < 112
-            assert outcomes(llm) == {"lost": 1}
-            check_nothing_is_held(engine)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @needs_native

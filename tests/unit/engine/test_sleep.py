@@ -107,7 +107,6 @@ def test_windows_start_anew_when_the_engine_has_slept(tmp_path, kind):
     [
         (1, {}),
         (2, {}),
-        pytest.param(2, {"tensor_parallel_size": 2}, marks=[needs_native, pytest.mark.slow]),
         pytest.param(2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=[needs_native, pytest.mark.slow]),
     ],
 )

@@ -21,7 +21,7 @@ from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
 from tests.no_threads import no_threads
-from tests.ranks import SharedGroup, files_in_dev_shm, open_descriptors, start_processes, statuses_of
+from tests.ranks import SharedGroup, files_in_dev_shm, is_alive, open_descriptors, start_processes, statuses_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -38,14 +38,6 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(is_so, limit_s=20.0):

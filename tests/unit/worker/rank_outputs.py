@@ -23,6 +23,30 @@ KINDS = {
 }
 
 
+DRAFTS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+    "lookahead": {"method": "lookahead"},
+    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
+    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
+    "medusa": {"method": "medusa", "model": "demo-medusa"},
+    "mtp": {"method": "mtp", "model": "demo-mtp"},
+}
+OPTIONS = {
+    "int8": {"quantization": "int8"},
+    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
+    "fp8": {"quantization": "fp8"},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "small-steps": {"max_num_batched_tokens": 8},
+    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
+    "mixture-of-experts": {"model": "demo-moe"},
+    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
+}
+
+
 def outputs_of(llm, prompts=PROMPTS, **params):
     """Return tokens and log probabilities of every choice."""
     params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})

@@ -18,7 +18,8 @@ from quire.worker import parallel_build, parallel_launch, parallel_messages
 from quire.worker.parallel_build import threads_release
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.one_compiler import one_compiler
-from tests.unit.worker.rank_outputs import KINDS, PROMPTS, cases_of, outputs_of
+from tests.unit.worker import rank_outputs
+from tests.unit.worker.rank_outputs import KINDS, OPTIONS, PROMPTS, cases_of, outputs_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -70,17 +71,7 @@ def _plain_outputs(*kinds):
     return found
 
 
-DRAFTS = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
-    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-    "lookahead": {"method": "lookahead"},
-    "self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": 3},
-    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
-    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
-    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
-    "medusa": {"method": "medusa", "model": "demo-medusa"},
-    "mtp": {"method": "mtp", "model": "demo-mtp"},
-}
+DRAFTS = rank_outputs.DRAFTS | {"self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": 3}}
 
 
 @pytest.mark.slow
@@ -91,20 +82,6 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
     assert {name: outputs_of(ranks, **KINDS[name]) for name in expected} == expected
     assert ranks.llm_engine.stats.num_draft_tokens > 0
     ranks.close()
-
-
-OPTIONS = {
-    "int8": {"quantization": "int8"},
-    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
-    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit", "kv_cache_dtype_skip_layers": (-1,)},
-    "fp8": {"quantization": "fp8"},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-    "small-steps": {"max_num_batched_tokens": 8},
-    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
-    "mixture-of-experts": {"model": "demo-moe"},
-    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
-}
 
 
 @pytest.mark.parametrize("options", cases_of(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))

@@ -89,11 +89,11 @@ def test_levels_of_arm_give_the_bits_of_the_portable_kernels(arm_build, kernel, 
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
-@pytest.mark.parametrize("kernel", ["linear", "elementwise"])
+@pytest.mark.parametrize("kernel", ["linear", "peak"])
 def test_avx_vnni_gives_the_bits_of_the_portable_kernels_when_its_instruction_is_plain_cpp(tmp_path_factory, kernel):
     compiler = need("g++")
     # With the instruction it has to compile, too.
-    if kernel == "elementwise":
+    if kernel == "peak":
         text = kernel_source(kernel, "avx_vnni", ()).text
         run(compiler, *FLAGS, *AVX2_FLAGS, "-mavxvnni", "-x", "c++", "-fsyntax-only", "-", input=text)
     build = NativeBuild(compiler, build_folder(tmp_path_factory))

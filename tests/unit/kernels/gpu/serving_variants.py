@@ -144,7 +144,7 @@ def missing_of(decoder, kv, sizes, found):
     steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
-        for _ in range(60):
+        for _ in range(30):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
             samplings = steppers[0].samplings
             step, sampling = random_step(rng, sizes), samplings[int(rng.integers(len(samplings)))]
@@ -164,7 +164,7 @@ def pass_variants(head, kv, sizes):
     chains = HeadChains(head, GpuStepExecutor(head, cache.pool, sizes, StepGraphs()), cache, sizes)
     rng = np.random.default_rng(6)
     with torch.inference_mode(), noted_launches() as launches:
-        for _ in range(60):
+        for _ in range(30):
             has_trees, step = bool(rng.integers(2)), random_step(rng, sizes)
             most = 30 if has_trees else sizes.max_model_len  # tokens of a level
             counts = np.minimum(step.counts, most)

@@ -219,7 +219,8 @@ def test_layers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
     loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
     prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
     found = []
-    for device, more in ((DEVICE, options), ("cpu", {})):
+    # Compiling and recording further steps, which others here test, would take most of the time.
+    for device, more in ((DEVICE, {"enforce_eager": True, **options}), ("cpu", {})):
         sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 9}
         llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=has_experts, **OPTIONS, **sizes, **more)
         found.append(llm.generate(prompts, params, use_tqdm=False, lora_request=loras))

@@ -1,22 +1,17 @@
 """Keys on several GPU ranks, and prompts divided among ranks, interpreted, over gloo: the bits of one rank."""
 
-import threading
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from quire import LLM, SamplingParams
 from quire.contracts import memory as contracts_memory
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
-from quire.kernels.triton.launching import Launch
-from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model import device_context, device_rows
 from quire.model.device_decoder import DeviceDecoder
@@ -27,14 +22,13 @@ from quire.worker import memory as worker_memory
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import Kept, StepSizes
 from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
-from tests.unit.kernels.gpu.test_recorded_prompts import LogRecorder, Operations
+from tests.unit.kernels.gpu.test_recorded_prompts import LogRecorder, ids_of, mixed_step, noted
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
 from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of, tokens_of
 from tests.unit.speculate.proposers import PROPOSERS, install
@@ -45,9 +39,14 @@ pytestmark = [
 ]
 
 BLOCK, CHUNK, BLOCKS_PER_RANK = 8, 32, 20
-FIRSTS = (1, 0)  # the ranks of the sequences' first chunks
-RUNS = [(33, 2), (1, 1)]  # new tokens of both sequences in each step
-MORE_RUNS = [(40, 3), (1, 29), (26, 2)]
+FIRSTS = (1, 0, 1)  # the ranks of the sequences' first chunks
+SIZES = StepSizes(4, 64, 96)
+# New tokens of sequences in each step; None: the sequence ends.
+QUICK_STEPS = [{0: 32, 1: 2}, {0: 1, 1: 1}, {0: 1, 1: 1}]
+PROMPTS_OF_STEPS = [{0: 40, 1: 3}, {0: 1, 1: 29}, {0: 26, 1: 2}]
+# Contexts grow past the ends of chunks; there are ranks without a key of a sequence, padding, and sequences that end and begin.
+STEPS = [*PROMPTS_OF_STEPS, {2: 62}, {0: 1, 1: 1, 2: 1}, {2: 1, 0: 1, 1: 1}, {1: None}, {1: 2, 0: 1}, {2: 1, 1: 1}, {1: 1},
+         {0: 1, 1: 1}, {1: 1}]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +56,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(device_context, "CHUNK", CHUNK)
 
 
-def tables_of(size, firsts=FIRSTS):
+def tables_of(size):
     """Return block tables whose chunks are on the ranks in turn."""
-    taken, tables = [0] * size, torch.zeros(len(firsts), 96 // BLOCK, dtype=torch.int64)
-    for sequence, first in enumerate(firsts):
+    taken, tables = [0] * size, np.zeros((len(FIRSTS), 96 // BLOCK), np.int64)
+    for sequence, first in enumerate(FIRSTS):
         for index in range(tables.shape[1]):
             rank = (first + index * BLOCK // CHUNK) % size
             tables[sequence, index] = rank * BLOCKS_PER_RANK + taken[rank]
@@ -68,25 +67,33 @@ def tables_of(size, firsts=FIRSTS):
     return tables
 
 
-def logits_of(decoder, pool, device, size, all_runs=MORE_RUNS):
-    """Return the logits of prompts in chunks, with and beside sequences that have few tokens."""
-    tables, lengths, found = tables_of(size), [0, 0], []
-    for counts in all_runs:
-        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-        runs = [torch.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
-        slots = [table[run // BLOCK] * BLOCK + run % BLOCK for table, run in zip(tables, runs, strict=True)]
-        positions = torch.cat(runs)
-        step = AttentionMetadata(torch.cat(slots), [0, counts[0], sum(counts)], lengths, tables)
-        ids = (positions * 7 + torch.arange(len(positions)) * 3) % 61
-        step = DeviceAttentionMetadata.of(step, device)
-        found.append(decoder.logits(decoder.forward(ids.to(device), positions.to(device), step, pool)))
+def found_by(decoder, pool, size, steps, recorder=None):
+    """Return the logits of decode steps, and the hidden states of the others."""
+    tables, lengths, found = tables_of(size), [0, 0, 0], []
+    changes = BlockTableUpdates([(line, 0, tuple(table.tolist())) for line, table in enumerate(tables)])
+    stepper = GpuStepExecutor(decoder, pool, SIZES, StepGraphs(recorder))
+    if recorder is not None:
+        recorder.stepper = stepper
+    with torch.inference_mode():
+        for new in steps:
+            if None in new.values():
+                lengths = [0 if line in new else length for line, length in enumerate(lengths)]
+                continue
+            step = mixed_step([(line, lengths[line], ids_of(count, lengths[line])) for line, count in new.items()])
+            lengths = [length + new.get(line, 0) for line, length in enumerate(lengths)]
+            rows, places = np.repeat(step.rows, step.counts), step.positions
+            step = replace(step, slots=tables[rows, places // BLOCK] * BLOCK + places % BLOCK)
+            launched = stepper.launch(step, "plain", changes, Kept(logits=True, hidden=not step.is_decode))
+            stepper.read_sampled(launched)
+            found.append((launched.logits[: len(new)] if step.is_decode else launched.hidden).clone())
+            changes = BlockTableUpdates([])
     return found
 
 
-def on_one(spec, device, size, dtype, is_in_order, all_runs=MORE_RUNS):
+def on_one(spec, device, size, dtype, is_in_order, steps):
     decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order)
     pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
-    return logits_of(decoder, pool, device, size, all_runs)
+    return found_by(decoder, pool, size, steps)
 
 
 def check(expected, found, is_in_order):
@@ -100,156 +107,55 @@ def short(name):
     return replace(spec, layers=spec.layers[: 2 if name in ("gemma", "gpt-oss") else 1])
 
 
-# Recorded decode steps
-
-RECORDING = threading.local()
-LINES = (1, 0, 1)  # the ranks of the first chunks of three sequences
-SIZES = StepSizes(4, 40, 96)
-FEW_STEPS = [{0: 1, 1: 1}] * 2
-# Contexts grow past the ends of chunks; there are ranks without a key of a sequence, padding, and sequences that end and begin.
-STEPS = [
-    *FEW_STEPS,
-    {0: 1, 1: 1, 2: 1},
-    {2: 1, 0: 1, 1: 1},
-    {1: None},
-    {1: 2, 0: 1},
-    {1: 1},
-    {2: 1, 1: 1},
-    {1: 1},
-]
+CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "fp8", False), ("latent", 2, "float32", True),
+         ("gpt-oss", 2, "float32", True), ("gemma", 3, "float32", False), ("olmo", 3, "int8", False)]  # fmt: skip
 
 
-class RankRecorder(LogRecorder):
-    """Records what one thread does."""
-
-    def log_of(self, step):
-        RECORDING.log = []
-        with Operations(RECORDING.log):
-            step()
-        return vars(RECORDING).pop("log")
-
-
-def noted(run, *arguments):
-    """Do something that no operation of torch does, and note it."""
-    if (log := getattr(RECORDING, "log", None)) is not None:
-        log.append(partial(run, *arguments))
-    with _disable_current_modes():
-        run(*arguments)
-
-
-def fill_caches(pool, pools):
-    """Have keys and values of earlier tokens, the same on one rank and on several."""
-    generator = torch.Generator().manual_seed(2)
-    for layer, cache in enumerate(pool.caches):
-        for number, part in enumerate(cache):
-            if part is not None:
-                values = torch.rand(part.shape, generator=generator) * (0.02 if number > 1 else 1)
-                part.copy_(values * 127 if part.dtype == torch.int8 else values)
-                for rank, own in enumerate(pools):
-                    own.caches[layer][number][:BLOCKS_PER_RANK] = part[rank * BLOCKS_PER_RANK :][:BLOCKS_PER_RANK]
-
-
-def decoded(stepper, size, steps):
-    """Return the logits of steps, each as new tokens of sequences; None: the sequence ends."""
-    tables, lengths, found = tables_of(size, LINES).numpy(), [31, 3, 63], []
-    changes = BlockTableUpdates([(line, 0, tuple(table.tolist())) for line, table in enumerate(tables)])
-    with torch.inference_mode():
-        for runs in steps:
-            if None in runs.values():
-                lengths = [0 if line in runs else length for line, length in enumerate(lengths)]
-                continue
-            positions = [np.arange(lengths[line], lengths[line] + count) for line, count in runs.items()]
-            slots = [tables[line, own // BLOCK] * BLOCK + own % BLOCK for line, own in zip(runs, positions, strict=True)]
-            for line, count in runs.items():
-                lengths[line] += count
-            ends, lines = np.array([lengths[line] for line in runs], np.int32), np.array(list(runs), np.int32)
-            ids, counts = (np.concatenate(positions) * 7 + 3) % 61, tuple(runs.values())
-            of_tokens = ids, np.concatenate(positions), np.concatenate(slots), np.cumsum(counts) - 1
-            step = HostStep(counts, lines, ends, *of_tokens, lines, ends.astype(np.int64))
-            launched = stepper.launch(step, "plain", changes, Kept(logits=True))
-            stepper.read_sampled(launched)
-            found.append(launched.logits[: len(runs)].clone())
-            changes = BlockTableUpdates([])
-    return found
+def cases(quick, steps, *names):
+    quick = "qwen3", 2, "float32", True, quick
+    return [quick, *(pytest.param(*case, steps, marks=pytest.mark.slow) for case in CASES if case[0] in names)]
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "is_in_order", "steps"),
-    [
-        ("qwen3", 2, "float32", True, FEW_STEPS),
-        *(
-            pytest.param(*case, STEPS, marks=pytest.mark.slow)
-            for case in (("qwen3", 3, "int8", False), ("latent", 2, "fp8", False), ("gpt-oss", 2, "float32", True),
-                         ("gemma", 3, "float32", False))
-        ),
-    ],
-)  # fmt: skip
-def test_recorded_steps_give_the_logits_of_one_rank_when_ranks_share_the_tokens(
+    ("name", "size", "dtype", "is_in_order", "steps"), cases(QUICK_STEPS, STEPS, "qwen3", "latent", "gpt-oss", "gemma", "olmo")
+)
+def test_recorded_and_other_steps_are_those_of_one_rank_when_ranks_share_the_tokens(
     name, size, dtype, is_in_order, steps, device, monkeypatch
 ):
-    spec, run = short(name), Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: noted(run, launch))
-    decoder = DeviceDecoder(spec, parameters_of(spec), 96, device, None, is_in_order)
-    pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
-    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 96, device, is_in_order, context_size=size)
+    spec = short(name)
+    expected = on_one(spec, device, size, dtype, is_in_order, steps)
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
     pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
-    fill_caches(pool, pools)
-    expected = decoded(GpuStepExecutor(decoder, pool, SIZES, StepGraphs()), size, steps)
-    recorders = [RankRecorder(monkeypatch) for _ in range(size)]
+    recorders = [LogRecorder(monkeypatch) for _ in range(size)]
     for each in ranks.communicators:
         each.all_gather = partial(noted, each.all_gather)
-
-    def act(decoder, rank):
-        stepper = recorders[rank].stepper = GpuStepExecutor(decoder, pools[rank], SIZES, StepGraphs(recorders[rank]))
-        return decoded(stepper, size, steps)
-
-    for found in ranks.call(act):
+    for found in ranks.call(lambda decoder, rank: found_by(decoder, pools[rank], size, steps, recorders[rank])):
         check(expected, found, is_in_order)
-    num_decoded = sum(set(each.values()) == {1} for each in steps)
-    num_kinds = len({1 << (len(each) - 1).bit_length() for each in steps if set(each.values()) == {1}})
-    assert {(each.num_recorded, each.num_replayed) for each in recorders} == {(num_kinds, num_decoded - num_kinds)}
+    decoded = [len(new) for new in steps if set(new.values()) == {1}]
+    num_kinds = len({1 << (count - 1).bit_length() for count in decoded})
+    assert {(each.num_recorded, each.num_replayed) for each in recorders} == {(num_kinds, len(decoded) - num_kinds)}
     ranks.close()
-
-
-QUICK = ("qwen3", 2, "float32", True)
-CASES = [("qwen3", 2, "fp8", True), ("latent", 2, "float32", True), ("gpt-oss", 3, "float32", False),
-         ("gemma", 2, "float32", True), ("olmo", 3, "int8", False)]  # fmt: skip
-
-
-def cases(*names):
-    return [pytest.param(*case, MORE_RUNS, marks=pytest.mark.slow) for case in CASES if case[0] in names]
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "is_in_order", "all_runs"), cases("qwen3", "latent", "gpt-oss", "gemma", "olmo")
+    ("name", "size", "dtype", "is_in_order", "steps"), cases(QUICK_STEPS[:2], PROMPTS_OF_STEPS, "latent", "olmo")
 )
-def test_logits_are_those_of_one_rank_when_ranks_share_the_tokens(name, size, dtype, is_in_order, all_runs, device):
-    spec = short(name)
-    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
-    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
-    pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
-    for found in ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device, size, all_runs)):
-        check(expected, found, is_in_order)
-    ranks.close()
-
-
-@pytest.mark.parametrize(("name", "size", "dtype", "is_in_order", "all_runs"), [(*QUICK, RUNS), *cases("latent", "olmo")])
-def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, all_runs, device, monkeypatch):
+def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtype, is_in_order, steps, device, monkeypatch):
     monkeypatch.setattr(device_rows, "LEAST_DIVIDED_TOKENS", 26)
     spec = short(name)
-    expected = on_one(spec, device, size, dtype, is_in_order, all_runs)
+    expected = on_one(spec, device, size, dtype, is_in_order, steps)
     communicators = [CountingCommunicator(each) for each in gloo_communicators(size)]
 
     def run(rank):
         rows = RowRanks(communicators[rank], rank)
         decoder = DeviceDecoder(spec, parameters_of(spec), 128, device, None, is_in_order, rows=rows)
         pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, dtype), size * BLOCKS_PER_RANK, device)
-        return logits_of(decoder, pool, device, size, all_runs)
+        return found_by(decoder, pool, size, steps)
 
     for found in run_threads(size, run, timeout_s=300):
         check(expected, found, is_in_order)
-    per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype == "int8" else 1) + 1
-    num_divided = sum(max(counts) >= 26 for counts in all_runs)
+    per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype in ("int8", "fp8") else 1) + 1
+    num_divided = sum(max(new.values()) >= 26 for new in steps)
     assert communicators[0].counts["all_gather"].num_calls == num_divided * per_step
     for each in communicators:
         each.close()
@@ -261,7 +167,7 @@ def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(loss
 
     def run(decoder, pool):
         decoder.watch_experts(lossy)
-        return logits_of(decoder, pool, device, 2, RUNS), decoder.expert_counts()
+        return found_by(decoder, pool, 2, [{0: 5, 1: 2}, {0: 1, 1: 1}]), decoder.expert_counts()
 
     pool = DeviceKvPool(KvSpec.on_device(spec, BLOCK, "float32"), 2 * BLOCKS_PER_RANK, device)
     expected, counts = run(DeviceDecoder(spec, parameters_of(spec), 128, device, None, not lossy), pool)
@@ -273,14 +179,12 @@ def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(loss
     ranks.close()
 
 
-def test_runs_are_divided_evenly_and_every_token_once():
+def test_every_token_of_runs_is_divided_once():
     for size in (2, 3, 8):
         counts = (1, 200, 7, 64, 300, 1, 30)
         pieces = divide_runs(counts, size)
         tokens = sorted((piece.sequence, token) for own in pieces for piece in own for token in range(*piece[1:]))
         assert tokens == [(sequence, token) for sequence, count in enumerate(counts) for token in range(count)]
-        keys = [sum(piece.last**2 - piece.first**2 for piece in own if counts[piece.sequence] >= 64) for own in pieces]
-        assert max(keys) <= 1.05 * sum(keys) / size
     assert divide_runs((63, 1), 2) is None
 
 

@@ -20,7 +20,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.launched_step import Kept, StepSizes
+from quire.worker.device.launched_step import StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)
@@ -143,15 +143,6 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
     pool = whole_pool(stepper)
     torch.testing.assert_close(pool[:, 7, :, :3], pool[:, 0, :, :3])  # copied before the step wrote behind it
     assert stepper.tables[:2, :3].tolist() == [[7, 1, 2], [7, 1, 2]]
-
-
-def test_logits_are_handed_out_when_the_host_samples(device):
-    stepper, _ = make_stepper(device, 4)
-    (token,) = sampled(stepper, prompt(0, PROMPTS[0]), tables(0))
-    launched = stepper.launch(decode([0], [4], [token]), "plain", BlockTableUpdates([]), Kept(logits=True))
-    assert launched.logits.shape == (1, 61)
-    (best,) = sampled(stepper, decode([0], [4], [token]))
-    assert best == int(launched.logits.argmax())
 
 
 def test_full_steps_store_nothing_when_memory_is_measured(device):

@@ -15,19 +15,13 @@ from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.launched_step import StepSizes
+from quire.worker.device.variants import NotRecording
 from quire.worker.step_executor import StepTokens
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 NUM_REPLAYS = 1000 if HAS_GPU else 2
-
-
-class RepeatingRecorder:
-    """Stands for a recorder where nothing can be recorded: launches a step again one by one."""
-
-    def record(self, step):
-        return step
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def make_executor(spec, device, is_in_order, communicator, is_recorded):
     ranks = None if communicator is None else DeviceRanks(communicator, shard)
     decoder = DeviceDecoder(spec, parameters, 64, device, None, is_in_order, ranks)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 16, "float32"), 6, device)
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else RepeatingRecorder()
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" else NotRecording()
     return GpuStepExecutor(decoder, pool, StepSizes(2, 16, 64), StepGraphs(recorder if is_recorded else None))
 
 

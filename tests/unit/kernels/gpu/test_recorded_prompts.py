@@ -5,6 +5,7 @@ Without a GPU a log stands for a graph: the launches and torch's operations of a
 """
 
 import dataclasses
+import threading
 from functools import partial
 
 import numpy as np
@@ -70,6 +71,19 @@ class Operations(TorchDispatchMode):
                 old.copy_(new)
 
 
+RECORDING = threading.local()
+
+
+def noted(run, *arguments):
+    """Do something that no operation of torch does, and note it if this thread records."""
+    log = vars(RECORDING).pop("log", None)
+    with _disable_current_modes():
+        run(*arguments)
+    if log is not None:
+        log.append(partial(run, *arguments))
+        RECORDING.log = log
+
+
 class LogRecorder:
     """Records without a GPU; `stepper` is to be set. What a step changes for good is undone, since a recording runs nothing.
 
@@ -78,14 +92,18 @@ class LogRecorder:
 
     def __init__(self, monkeypatch):
         self.stepper, self.num_recorded, self.num_replayed, self.more = None, 0, 0, []
-        self.monkeypatch = monkeypatch
+        run = Launch.run
+        monkeypatch.setattr(Launch, "run", lambda launch: noted(run, launch))
 
     def record(self, step):
         own = self.stepper
         lasting = [*own.lasting_tensors, *self.more]
         lasting += [part for cache in own.kv_pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
-        log = self.log_of(step)
+        log = RECORDING.log = []
+        with Operations(log):
+            step()
+        del RECORDING.log
         for part, old in zip(lasting, before, strict=True):
             part.copy_(old)
         self.num_recorded += 1
@@ -96,20 +114,6 @@ class LogRecorder:
                 operation()
 
         return replay
-
-    def log_of(self, step):
-        """Run a step; return what does it again."""
-        log, run = [], Launch.run
-
-        def noted(launch):
-            log.append(partial(run, launch))
-            with _disable_current_modes():
-                run(launch)
-
-        with self.monkeypatch.context() as patched, Operations(log):
-            patched.setattr(Launch, "run", noted)
-            step()
-        return log
 
 
 def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32", sizes=SIZES):

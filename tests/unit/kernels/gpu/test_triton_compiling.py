@@ -449,7 +449,6 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_record((tmp_path / "found.json").read_text())
     assert len([row for row in found["kernels"] if "name" in row]) == 12
-    assert len([row for row in found["few"] if "name" in row]) == 3
     assert {"o fp8 1, fused", "o int4 65, dequantised, cuBLAS"} <= {row.get("name") for row in found["products"]}
     assert {row["section"] for row in found["engine"]} == {"prefill", "engine decode", "mixed", "engine"}
     assert {row["section"] for row in found["engine-in-turn"]} == {"mixed", "engine-in-turn"}
@@ -466,7 +465,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     for goal in GOALS:  # reads what sections write
         assert any(goal.number in row and row["section"] == goal.kind for row in found[goal.section])
     with tarfile.open(tmp_path / "found.logs.tar.gz") as packed:
-        assert {"logs/few.txt", "logs/tests"} <= set(packed.getnames())
+        assert {"logs/drafts.txt", "logs/tests"} <= set(packed.getnames())
     assert 0 <= found["decode-small"][0]["idle_share"] < 1
     assert found["launches"][0]["kind"] == "one by one"
     assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)

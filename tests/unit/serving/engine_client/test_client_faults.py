@@ -22,6 +22,7 @@ from quire.serving.engine_client.subscription import Subscription
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
 from tests.no_threads import no_threads
+from tests.ranks import is_alive
 from tests.unit.serving.engine_client import fake_engine as fake
 
 COMMAND = (sys.executable, str(Path(fake.__file__)))
@@ -73,14 +74,6 @@ def with_client(scenario, model="fake", config=None, loop_factory=None, **change
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
-
-
-def is_alive(pid):
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
 
+from quire.api.decode import decode_body
+from quire.api.openai.completions import CompletionRequest
 from quire.base.errors import RequestError
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
@@ -16,9 +19,10 @@ from quire.serving.engine_client.deltas import DeltaWriter
 from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.errors import ApiError
 from quire.serving.interfaces import Sink
+from quire.serving.openai.completions import complete
 from quire.serving.request_queue.stream import error_of
 from tests.unit.serving.fakes import DEMO, make_context
-from tests.unit.serving.openai.asking import ask_completion, chunks_of
+from tests.unit.serving.openai.asking import CALLER, ask_completion, chunks_of, fix
 
 
 @dataclass
@@ -78,12 +82,21 @@ class EngineGateway:
         return stream
 
 
-@pytest.fixture(scope="module")
-def context():
-    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8)
+def serve(**options):
+    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8, **options)
     served = load_served_model(describe_engine(engine, 0.0), ServerConfig())
     yield make_context(EngineGateway(engine), served)
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def context():
+    yield from serve()
+
+
+@pytest.fixture(scope="module", params=["demo-eagle3", pytest.param("demo-draft", marks=pytest.mark.slow)])
+def drafting(request):
+    yield from serve(speculative_config={"model": request.param, "num_speculative_tokens": 4, "adaptive": False})
 
 
 def add_up(chunks):
@@ -137,6 +150,89 @@ def test_prompt_is_scored_as_it_was_generated(context):
     ):
         assert max(top.values()) == logprob  # greedy: what an evaluation looks at
     assert scored["usage"]["completion_tokens"] == 0
+
+
+GREEDY = {"prompt": "Once upon a time", "temperature": 0, "return_token_ids": True}
+
+
+def answers(context, **body):
+    """Return an answer as a whole, and what the chunks of its stream add up to: texts, tokens and ends by choice, and usage."""
+    whole = json.loads(fix(ask_completion(context, **body)))
+    chunks = chunks_of(ask_completion(context, stream=True, stream_options={"include_usage": True}, **body))
+    parts = [choice for chunk in chunks for choice in chunk["choices"]]
+    found = {index: ["", [], []] for index in range(body.get("n", 1))}
+    for part in parts:
+        text, tokens, ends = found[part["index"]]
+        found[part["index"]] = [text + part["text"], tokens + part["token_ids"], [*ends, part["finish_reason"]]]
+    for choice in whole["choices"]:
+        text, tokens, ends = found[choice["index"]]
+        assert (text, tokens, ends[-1]) == (choice["text"], choice["token_ids"], choice["finish_reason"])
+        assert set(ends[:-1]) <= {None}
+    assert chunks[-1]["usage"] == whole["usage"]
+    return whole
+
+
+def steps_of(context, **body):
+    """Return the texts and numbers of tokens that each step has added to the only choice."""
+    parts = [choice for chunk in chunks_of(ask_completion(context, stream=True, **body)) for choice in chunk["choices"]]
+    return [(part["text"], len(part["token_ids"])) for part in parts]
+
+
+def test_stop_strings_end_an_answer_within_a_draft_and_between_two_as_without_drafts(context, drafting):
+    steps = steps_of(drafting, max_tokens=60, **GREEDY)
+    texts, full = [text for text, _ in steps], "".join(text for text, _ in steps)
+    stops = {"within": [], "between": []}
+    for index, (text, num_tokens) in enumerate(steps[:-1]):
+        end = len("".join(texts[: index + 1]))
+        if num_tokens > 2 and len(text) > 5:
+            stops["within"].append(full[end - len(text) : end - 2])
+        stops["between"].append(full[end - 3 : end + 3])
+    for kind in stops.values():
+        chosen = [stop for stop in kind if full.count(stop) == 1][:3]
+        assert chosen
+        for stop in chosen:
+            expected = answers(context, max_tokens=60, stop=stop, **GREEDY)
+            assert answers(drafting, max_tokens=60, stop=stop, **GREEDY) == expected
+            assert expected["choices"][0]["text"] == full[: full.index(stop)]
+            assert expected["choices"][0]["stop_reason"] == stop
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_tokens": length} for length in (1, 2, 3, 4, 6)] + [{"max_tokens": 24, "n": 3, "temperature": 0.9, "seed": 4}]
+)
+def test_answers_have_the_tokens_ends_and_usage_of_those_without_drafts(context, drafting, more):
+    body = {**GREEDY, **more}
+    found = answers(drafting, **body)
+    assert found == answers(context, **body)
+    assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
+    assert found["usage"]["completion_tokens"] == more["max_tokens"] * more.get("n", 1)
+
+
+def test_a_client_that_goes_while_drafts_are_verified_leaves_nothing_and_others_their_tokens(context, drafting):
+    body, engine = {**GREEDY, "max_tokens": 40, "n": 2, "seed": 3, "temperature": 0.8}, drafting.gateway.engine
+    expected = answers(context, **body)
+
+    async def open_stream(**changes):
+        fields = {"model": "demo", "stream": True, **body, **changes}
+        return (await complete(drafting, decode_body(json.dumps(fields).encode(), CompletionRequest)[0], CALLER)).frames
+
+    async def run():
+        stays, goes = await open_stream(), await open_stream(prompt="The detective", temperature=0)
+        frames, num_tokens = [await anext(stays)], 0
+        while num_tokens < 2:  # in one step
+            chunks = chunks_of(await anext(goes) + b"data: [DONE]\n\n")
+            num_tokens = max(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"])
+        await goes.aclose()
+        return b"".join([*frames, *[frame async for frame in stays]])
+
+    found = {0: [], 1: []}
+    for chunk in chunks_of(asyncio.run(run())):
+        for choice in chunk["choices"]:
+            found[choice["index"]] += choice["token_ids"]
+    assert found == {choice["index"]: choice["token_ids"] for choice in expected["choices"]}
+    assert not engine.has_unfinished_requests()
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
+    assert answers(drafting, **body) == expected
 
 
 def test_request_is_told_what_excludes_every_token_when_its_own_wishes_do(context):

@@ -63,6 +63,14 @@ def kv(dtype="bfloat16"):
 MIB = 1 << 20
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a model, estimated for a GPU."""
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    return tmp_path
+
+
 def recordings(shared, piece, each, room=0, num_recordings=150):
     """Return recorded steps: the first take `shared`, with `room` left for others; the driver takes memory in pieces."""
     left = room
@@ -104,25 +112,19 @@ def test_recorded_steps_get_what_they_take_and_little_more_when_the_driver_takes
     assert 150 * each <= own <= 150 * (each + 3 * MIB) + 128 * MIB
 
 
-def test_tensors_that_were_there_before_the_model_are_not_counted_twice():
-    memory = FakeMemory(free=103 * GIB, total=141 * GIB, allocated=36 * GIB)
-    usage = measure_usage(memory, MemoryBefore(119 * GIB, 20 * GIB), lambda: GIB, None)
-    assert (usage.foreign_bytes, usage.weight_bytes) == (22 * GIB, 16 * GIB)
-
-
-def test_what_the_first_step_takes_beside_tensors_is_not_given_to_the_pool():
-    usage = measure_usage(FakeMemory(122 * GIB, 141 * GIB, 16 * GIB), MemoryBefore(139 * GIB, 0), lambda: GIB, None)
-    assert usage.foreign_bytes == 3 * GIB
-
-
-def test_no_memory_is_kept_for_recorded_steps_when_there_are_none():
-    usage = measure_usage(FakeMemory(0, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: 10 * GIB, None)
-    assert usage.activation_bytes == 11 * GIB
-
-
-def test_the_pool_leaves_what_measuring_the_device_takes():
-    usage = measure_usage(FakeMemory(0, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: 1 << 20, None)
-    assert usage.activation_bytes == SCRATCH_BYTES > 1 << 28
+@pytest.mark.parametrize(
+    ("memory", "before", "step_bytes", "expected"),
+    [
+        ((103, 141, 36), (119, 20), GIB, (22, 16, 1.1)),  # tensors that were there before the model are not counted twice
+        ((122, 141, 16), (139, 0), GIB, (3, 16, 1.1)),  # nor has the pool what the first step takes beside tensors
+        ((0, 80, 0), (80, 0), 10 * GIB, (80, 0, 11)),  # nothing is kept for recorded steps when there are none
+        ((0, 80, 0), (80, 0), MIB, (80, 0, SCRATCH_BYTES / GIB)),  # what measuring the device takes is
+    ],
+)
+def test_what_a_model_takes(memory, before, step_bytes, expected):
+    sizes = ([GIB * number for number in numbers] for numbers in (memory, before))
+    usage = measure_usage(FakeMemory(*next(sizes)), MemoryBefore(*next(sizes)), lambda: step_bytes, None)
+    assert (usage.foreign_bytes, usage.weight_bytes, usage.activation_bytes) == tuple(round(GIB * size) for size in expected)
 
 
 def test_the_pool_takes_what_is_free_for_cached_prefixes_when_sequences_need_less():
@@ -169,13 +171,11 @@ def test_quantised_keys_and_values_take_about_half():
     assert blocks[1] / blocks[0] == pytest.approx(2 * 128 / (128 + 4), rel=0.01)
 
 
-def test_blocks_take_the_sum_of_their_layers_when_some_are_not_quantised(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_blocks_take_the_sum_of_their_layers_when_some_are_not_quantised(folder):
 
     def plan_of(dtype="k8v4", layers=None, rank=0, **options):
         asked = config(max_num_seqs=999, kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=layers, **options)
-        return estimate_memory(asked, torch.device("cuda"), SPEC, {"embed.weight": (150_000, 4096)}, 40960, tmp_path, rank)
+        return estimate_memory(asked, torch.device("cuda"), SPEC, {"embed.weight": (150_000, 4096)}, 40960, folder, rank)
 
     whole, narrow, mixed = plan_of("auto"), plan_of(), plan_of(layers=(0, 1, -1))
     assert mixed.kv.bytes_per_block == (3 * whole.kv.bytes_per_block + 33 * narrow.kv.bytes_per_block) // 36
@@ -212,14 +212,12 @@ def test_the_estimate_counts_weights_and_the_widest_layer():
     assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB
 
 
-def test_the_estimate_counts_the_logits_behind_drafts(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+def test_the_estimate_counts_the_logits_behind_drafts(folder):
     shapes = {"embedding.weight": (150_000, 4096)}
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
 
     def estimate(**options):
         asked = config(max_num_seqs=64, **options)
-        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, 4096, tmp_path).activation_bytes
+        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, 4096, folder).activation_bytes
 
     plain = estimate()
     few, some, many = (estimate(speculative_config={"method": "ngram", "num_speculative_tokens": n}) for n in (1, 5, 15))
@@ -228,37 +226,32 @@ def test_the_estimate_counts_the_logits_behind_drafts(tmp_path, monkeypatch):
     assert some < many < plain + GIB
 
 
-def test_the_estimate_counts_inputs_of_float8_experts_by_hand(tmp_path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_the_estimate_counts_inputs_of_float8_experts_by_hand(folder):
     experts = replace(LAYER, mlp=MoeSpec(32, 4, MlpSpec(640, "silu")))
     spec, asked = replace(SPEC, layers=(LAYER, experts)), config(quantization="fp8")
-    assert float8_input_bytes(asked, spec, tmp_path, 257) == 257 * (4096 + 128 + 4 * (640 + 32))
-    assert float8_input_bytes(asked, spec, tmp_path, 256) == 0
-    assert float8_input_bytes(config(quantization="fp8", deterministic=True), spec, tmp_path, 257) == 0
-    assert float8_input_bytes(config(), spec, tmp_path, 257) == 0
+    assert float8_input_bytes(asked, spec, folder, 257) == 257 * (4096 + 128 + 4 * (640 + 32))
+    assert float8_input_bytes(asked, spec, folder, 256) == 0
+    assert float8_input_bytes(config(quantization="fp8", deterministic=True), spec, folder, 257) == 0
+    assert float8_input_bytes(config(), spec, folder, 257) == 0
 
 
-def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(folder):
 
     def estimate(max_model_len, **options):
         asked = config(max_num_seqs=4, **options)
         shapes = {"embedding.weight": (150_000, 4096)}
-        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, max_model_len, tmp_path).activation_bytes
+        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, max_model_len, folder).activation_bytes
 
     assert estimate(100) == estimate(100, max_num_batched_tokens=400) < estimate(4096)
     assert estimate(4096) == estimate(4096, max_num_batched_tokens=8192)
 
 
-def test_layers_with_a_window_keep_its_tokens_on_a_device(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_layers_with_a_window_keep_its_tokens_on_a_device(folder):
     windowed = replace(LAYER, attention=replace(LAYER.attention, window=512))
     spec = replace(SPEC, layers=(windowed, LAYER) * 18)
     shapes = {"embedding.weight": (150_000, 4096)}
     few = config(max_num_seqs=16)
-    limited, whole = (estimate_memory(few, torch.device("cuda"), each, shapes, 1 << 17, tmp_path) for each in (spec, SPEC))
+    limited, whole = (estimate_memory(few, torch.device("cuda"), each, shapes, 1 << 17, folder) for each in (spec, SPEC))
     assert (limited.kv.window_tokens, sum(limited.kv.is_windowed), whole.kv.window_tokens) == (512, 18, None)
     assert limited.num_long_sequences > 1.8 * whole.num_long_sequences
     assert 0.999 * whole.kv_bytes < limited.kv_bytes <= whole.kv_bytes
@@ -278,13 +271,11 @@ def test_a_block_takes_more_where_drafts_keep_something_under_it():
         plan_device_memory(*given, draft_block_bytes=kv().bytes_per_block)
 
 
-def test_the_estimate_counts_adapters(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_the_estimate_counts_adapters(folder):
     shapes = {"layers.0.q.weight": (4096, 4096), "layers.0.attn_in.weight": (4096,)}
 
     def weight_bytes(**options):
-        return estimate_memory(config(**options), torch.device("cuda"), SPEC, shapes, 4096, tmp_path).weight_bytes
+        return estimate_memory(config(**options), torch.device("cuda"), SPEC, shapes, 4096, folder).weight_bytes
 
     of_one_rank = 2 * (4096 + 4096 + 150_000 + 4096)  # of q and the head, in bfloat16
     assert weight_bytes(enable_lora=True, max_loras=3, max_lora_rank=8) - weight_bytes() == 3 * 8 * of_one_rank
@@ -309,16 +300,14 @@ def test_memory_for_gathered_keys_is_that_of_the_longest_sequence_in_a_layer():
     assert gathered_bytes(config(), kv(), 131072) == 0
 
 
-def test_the_estimate_counts_experts_that_move(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+def test_the_estimate_counts_experts_that_move(folder):
     mixture = replace(LAYER, mlp=MoeSpec(8, 2, MlpSpec(768, "silu")))
     spec = replace(SPEC, layers=(LAYER, mixture))
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
     def estimate(**options):
         asked = config(**ranks, **options)
-        return estimate_memory(asked, torch.device("cuda"), spec, parameter_shapes(spec), 4096, tmp_path).activation_bytes
+        return estimate_memory(asked, torch.device("cuda"), spec, parameter_shapes(spec), 4096, folder).activation_bytes
 
     assert estimate(enable_eplb=True) - estimate() == 2 * 2 * (3 * 768 * 4096)  # two experts, in bfloat16
 
@@ -339,21 +328,15 @@ def test_each_home_has_as_many_blocks_as_its_rank_holds():
     assert drafting.num_local_blocks == alone.num_kv_blocks // 5
 
 
-def test_a_gpu_is_waited_for_around_a_run_but_not_when_a_rank_has_ended_for_which_it_waits(monkeypatch):
-    done, numbers = [], iter([100, 130])
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: done.append("recorded")))
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: next(numbers))
-    for name in ("reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
-    device = torch.device("cuda", 0)
-    assert CudaMemory(device, lambda event: done.append("waited")).peak_of(lambda: done.append("run")) == 30
-    waited = ["recorded", "waited"]
-    assert done == [*waited, "reset_peak_memory_stats", "run", *waited, "empty_cache"]
-
+def test_a_gpu_is_not_waited_for_when_a_rank_has_ended_for_which_it_waits(monkeypatch):
     def fail(event):
         raise WorkerError("rank 1 has ended", 1)
 
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    with pytest.raises(WorkerError, match="rank 1"):
-        CudaMemory(device, fail).taken_by(lambda: done.append("run"))
+    memory, runs = CudaMemory(torch.device("cuda", 0), fail), []
+    for measure in (memory.taken_by, memory.peak_of):
+        with pytest.raises(WorkerError, match="rank 1"):
+            measure(lambda: runs.append(1))
+    assert runs == [1]

@@ -46,15 +46,10 @@ def test_auto_takes_a_gpu_only_where_there_is_one_with_triton(machine):
     machine(0)
     assert choose("auto") is None
     machine(2)
-    assert choose("auto") == torch.device("cuda", 0)
+    assert choose("auto") == choose("cuda") == torch.device("cuda", 0)
+    assert choose("cpu") is None
     machine(2, has_triton=False)
     assert choose("auto") is None
-
-
-def test_cpu_stays_the_cpu_where_there_is_a_gpu(machine):
-    machine(1)
-    assert choose("cpu") is None
-    assert choose("cuda") == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +105,22 @@ def test_trees_are_refused_on_a_gpu_when_results_are_to_be_deterministic(machine
         choose("auto", speculative_config=config, deterministic=True)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"], ["ngram", "lookahead"]])
-def test_methods_without_a_model_of_their_own_are_there_on_a_gpu(machine, method):
-    machine(1)
-    assert choose("auto", speculative_config={"method": method}) == torch.device("cuda", 0)
+ALONE = ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"], ["ngram", "lookahead"]]
+LOADED = ["draft_model", "eagle", "eagle3", "medusa", ["eagle3", "ngram"]]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", ["eagle3", "ngram"]])
-def test_methods_with_a_model_of_their_own_are_there_on_a_gpu(machine, method):
-    machine(1)
-    assert choose("auto", speculative_config={"method": method, "model": "some-model"}) == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "fp8"}, {"deterministic": True}])
-def test_narrow_weights_and_deterministic_steps_are_there_on_a_gpu(machine, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"speculative_config": {"method": method}} for method in ALONE),
+        *({"speculative_config": {"method": method, "model": "some-model"}} for method in LOADED),
+        *({"quantization": name} for name in ("int4", "fp8")),
+        {"deterministic": True},
+        {"async_scheduling": True},
+    ],
+    ids=repr,
+)
+def test_what_is_there_on_a_gpu(machine, options):
     machine(1)
     assert choose("auto", **options) == torch.device("cuda", 0)
 
@@ -173,13 +170,19 @@ def test_four_bit_keys_and_values_are_on_both_devices(machine, name):
     assert choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,)) == torch.device("cuda", 0)
 
 
-def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"async_scheduling": True}, "async_scheduling needs a GPU"),
+        ({"tile_table": "mine.json"}, "tile_table 'mine.json' is for a GPU"),
+        ({"nvtx_ranges": True}, "nvtx_ranges"),
+    ],
+)
+def test_what_is_for_a_gpu_is_refused_on_the_cpu(machine, options, words):
     machine(1)
-    for wish in (None, False):
-        assert choose("cpu", async_scheduling=wish) is None
-    with pytest.raises(ConfigError, match="async_scheduling needs a GPU"):
-        choose("cpu", async_scheduling=True)
-    assert choose("cuda", async_scheduling=True) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=words):
+        choose("cpu", **options)
+    assert choose("cpu", async_scheduling=False) is None
 
 
 @pytest.mark.parametrize(
@@ -199,12 +202,6 @@ def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
 def test_options_outside_their_range_are_refused_by_name(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         EngineConfig(model="demo", **options)
-
-
-def test_tiles_are_refused_on_the_cpu(machine):
-    machine(0)
-    with pytest.raises(ConfigError, match="tile_table 'mine.json' is for a GPU"):
-        choose("auto", tile_table="mine.json")
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
@@ -271,9 +268,3 @@ def test_stages_on_gpus_are_divided_by_what_a_step_reads_of_their_weights():
         counts[quantization] = tuple(stage.num_layers for stage in stages)
     assert all(sum(layers) == 8 and layers[0] >= layers[1] for layers in counts.values())  # the last one has the head, too
     assert counts["int4"][1] <= counts[None][1]  # which stays in 8 bits
-
-
-def test_nvtx_ranges_are_refused_where_there_is_no_gpu():
-    with pytest.raises(ConfigError, match="nvtx_ranges"):
-        choose("cpu", nvtx_ranges=True)
-    assert choose("cpu") is None
