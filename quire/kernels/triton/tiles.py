@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.base.errors import ConfigError
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.sizes import power_of_two
@@ -170,16 +171,21 @@ def linear_tile(num_tokens: int, dtype: torch.dtype, num_rows: int, has_offsets:
 
 
 class ManyTile(NamedTuple):
-    """tokens of a tile, at most 256, and runs of columns that are loaded ahead."""
+    """tokens of a tile, at most 256, and runs of columns that are loaded ahead, at least 2."""
 
     tokens: int
     num_stages: int
 
 
 def many_tile(num_tokens: int, dtype: torch.dtype, num_rows: int) -> ManyTile | None:
-    """Return the tile of multiply_dequantised, the kernel for Hopper and many tokens; None: others are used."""
+    """Return the tile of multiply_dequantised, the kernel for Hopper and many tokens; None: others are used.
+
+    Raises ConfigError for one stage, with which the kernel would wait forever.
+    """
     shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows}
     found = dict(active_table().find("linear-many", shape))
+    if found["num_stages"] < 2:
+        raise ConfigError(f"num_stages of linear-many is {found['num_stages']} in the table of tiles; it takes 2 or more")
     return ManyTile(**found) if found.pop("is_specialized") else None
 
 

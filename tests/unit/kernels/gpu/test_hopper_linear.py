@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from quire.base.errors import ConfigError
 from quire.kernels.triton import hopper_linear, hopper_linear_kernels
 from quire.kernels.triton.hopper_attention import runs_on
 from quire.kernels.triton.hopper_linear import many_launches, tile_of
@@ -19,6 +20,7 @@ from tests.unit.kernels.gpu.test_triton_linear import on
 BF16 = torch.bfloat16
 RULE = TileRule({}, {"is_specialized": True, "tokens": 64, "num_stages": 3})
 CHOOSING = TileTable("any", "9.0", {"linear-many": (RULE,)}).over(active_table())
+ONE_STAGE = TileTable("any", "9.0", {"linear-many": (TileRule({}, {**RULE.tile, "num_stages": 1}),)})
 
 
 def weight_of(kind, num_rows, num_columns, group):
@@ -88,6 +90,8 @@ def test_it_is_used_only_where_the_table_says_so_and_it_computes_such_products(m
     (weight, _), x = weight_of("symmetric", 64, 256, 64), inputs(300, 256)
     assert tile_of(x, weight) is None  # in the shipped table: it has not run on a GPU
     bytes = pack_integers(torch.ones(64, 256, dtype=torch.int8), torch.ones(64, 2), limits=(-128, 127))
+    with using(ONE_STAGE), pytest.raises(ConfigError, match="num_stages of linear-many is 1"):
+        tile_of(x, weight)
     with using(CHOOSING):
         assert tile_of(x[:65], weight) == ManyTile(64, 3)
         for others in ((x[:64], weight), (x.float(), weight), (inputs(65, 512)[:, :256], weight), (x, bytes)):
