@@ -141,7 +141,14 @@ def test_collective_can_be_interrupted():
 def test_slow_rank_in_a_collective_is_named_in_the_log(caplog):
     group = SharedGroup(3)
     run_threads(3, lambda rank: group.communicator(rank).barrier())
-    late = threading.Timer(5.6, group.communicator(2).barrier)
+
+    def come_when_both_have_said_it():
+        end_s = time.monotonic() + 60
+        while len(caplog.records) < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+        group.communicator(2).barrier()
+
+    late = threading.Thread(target=come_when_both_have_said_it)
     other = threading.Thread(target=group.communicator(1).barrier)
     with caplog.at_level(logging.WARNING, "quire"):
         late.start()
