@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -179,9 +180,10 @@ def begin_record(after: Path | None, commit: str, arguments: list[str]) -> dict[
 
     Raises SystemExit if that was made at another commit.
     """
-    if not commit:
+    if not commit and shutil.which("git"):
         asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip() or "unknown"
+        commit = asked.stdout.strip()
+    commit = commit or "unknown"
     command = " ".join(["python bench/gpu.py", *arguments])
     if after is None:
         return {"commit": commit, "command": command}
@@ -214,7 +216,8 @@ def main() -> None:
     if unknown:
         parser.error(f"--only names no section: {', '.join(sorted(unknown))}")
     # nvidia-smi rather than torch: this process must not take any of the device's memory.
-    if not options.smoke and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode != 0:
+    asked = ["nvidia-smi", "-L"] if shutil.which("nvidia-smi") else ["false"]
+    if not options.smoke and subprocess.run(asked, capture_output=True, check=False).returncode != 0:
         parser.error("there is no NVIDIA GPU here; --smoke tries the script without one")
     record = begin_record(options.after, options.commit, sys.argv[1:])
     chosen = options.only.split(",") if options.only else [name for name in names if not is_measured(record.get(name, []))]

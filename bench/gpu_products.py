@@ -46,14 +46,12 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
     for num_tokens in (1, 65) if is_tiny else (1, 8, 64, 128, 256, 2048):
         for name, size in sizes.items():
             for kind in _BYTES:
-                weights = [
-                    _weight(kind, size, shapes) for _ in range(1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1])))
-                ]
-                weights = weights[: 1 if is_tiny else None]
+                count = 1 if is_tiny else 1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1]))
+                weights = [make_weight(kind, size, shapes) for _ in range(count)]
                 x = shapes.random(num_tokens, size[1])
                 flops = 2 * num_tokens * size[0] * size[1] / (_FP8_SPEEDUP if kind == "fp8" and num_tokens > MOST_TOKENS else 1)
                 bound_us = 1e6 * max(_BYTES[kind] * size[0] * size[1] / peaks[0], flops / peaks[1])
-                for label, run in _ways(kind, name, x, size):
+                for label, run in ways(kind, name, x, size):
                     if time.perf_counter() > until_s:
                         return
                     row: Row = {"section": "products", "name": f"{name} {kind} {num_tokens}, {label}"}
@@ -62,17 +60,13 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
                         if not is_tiny:
                             us = time_runs([partial(run, weight) for weight in weights])[0]
                             row |= {"us": us, "share": bound_us / us}
-                    except (
-                        RuntimeError,
-                        ValueError,
-                        AttributeError,
-                        TypeError,
-                    ) as error:  # of a library that does not take these
+                    except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # a library does not take these
                         row["failed"] = str(error)[:200]
                     yield row
 
 
-def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | DeviceQuantizedWeight:
+def make_weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | DeviceQuantizedWeight:
+    """Return a random weight of a kind of _BYTES."""
     weight = shapes.random(*size) / size[1] ** 0.5
     if kind == "bf16":
         return weight
@@ -86,7 +80,7 @@ def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | Device
     return pack_integers(codes, scale, None, (-limit, limit - 1))
 
 
-def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
+def ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
     """Yield the ways to form a product, by name: functions of a weight, which return the product, or None if it is fused."""
     out = torch.empty(x.shape[0], size[0], dtype=x.dtype, device=x.device)
     if kind == "bf16":

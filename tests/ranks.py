@@ -88,6 +88,14 @@ def command_lines_of_children(pid: int) -> dict[int, str]:
     return found
 
 
+def wait_until(is_so, limit_s=30.0):
+    """Wait so long at most; return whether it is so."""
+    end_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return is_so()
+
+
 def is_alive(pid: int) -> bool:
     """Return whether a process runs; one that has ended and waits for its parent does not."""
     try:

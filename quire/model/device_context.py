@@ -6,8 +6,7 @@ results of all chunks are gathered, and merged in the order of the keys. For run
 which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
 chunks at the same positions.
 
-Decode steps without host_context_lens, which are recorded, have the sizes of max_context_len, and the device finds the keys of
-each rank: it attends to a table of its own blocks, or with a window or `is_in_order` to as many chunks as it may have.
+Decode steps without host_context_lens, which are recorded, have the sizes of max_context_len: the device finds the keys here.
 """
 
 from __future__ import annotations

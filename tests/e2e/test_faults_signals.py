@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.server_process import serving
 from tests.e2e.wire import Wire, completion
+from tests.ranks import is_alive
 
 NUM_STREAMS = 16
 
@@ -29,14 +30,6 @@ def start():
     yield begin
     for manager in with_servers:
         manager.__exit__(None, None, None)
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def open_streams(server, max_tokens):

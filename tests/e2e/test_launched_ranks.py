@@ -17,7 +17,11 @@ from quire.kernels.native import load_native
 from tests.ports import free_port
 from tests.ranks import assert_nothing_new, left_behind
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
+    pytest.mark.usefixtures("temporary_folder"),
+]
 
 PROMPT = "It was a cold morning when"
 GENERATE = ("-m", "quire", "generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--num-threads", "1")

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+Shared = gl.shared_memory_descriptor
+
 ROWS = 128
 BOX = 64
 
@@ -33,7 +35,7 @@ copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 
 @gluon.jit
-def _as_boxes(tiles: gl.shared_memory_descriptor, COUNT: gl.constexpr) -> gl.shared_memory_descriptor:
+def _as_boxes(tiles: Shared, COUNT: gl.constexpr) -> Shared:
     """Return tiles [stages, N, D] of shared memory as the boxes [COUNT, 64, 64] of which they consist.
 
     A tile's first 64 columns come first, row by row, then the next ones: such is a layout with a swizzle of 128 bytes.
@@ -66,9 +68,9 @@ def _find_tiles(
 @gluon.jit
 def _load_tile(
     desc: tma.tensor_descriptor,
-    boxes: gl.shared_memory_descriptor,
-    ready: gl.shared_memory_descriptor,
-    free: gl.shared_memory_descriptor,
+    boxes: Shared,
+    ready: Shared,
+    free: Shared,
     stage: gl.tensor,
     phase: gl.tensor,
     key: gl.tensor,
@@ -98,12 +100,12 @@ def _load_tile(
 def _load_tiles(
     k_desc: tma.tensor_descriptor,
     v_desc: tma.tensor_descriptor,
-    k_tiles: gl.shared_memory_descriptor,
-    v_tiles: gl.shared_memory_descriptor,
-    k_ready: gl.shared_memory_descriptor,
-    k_free: gl.shared_memory_descriptor,
-    v_ready: gl.shared_memory_descriptor,
-    v_free: gl.shared_memory_descriptor,
+    k_tiles: Shared,
+    v_tiles: Shared,
+    k_ready: Shared,
+    k_free: Shared,
+    v_ready: Shared,
+    v_free: Shared,
     table_ptr: gl.tensor,
     left: gl.tensor,
     context_len: gl.tensor,
@@ -163,7 +165,7 @@ def _weigh(
 
 @gluon.jit
 def _clear_tail(
-    v_tile: gl.shared_memory_descriptor,
+    v_tile: Shared,
     key: gl.tensor,
     context_len: gl.tensor,
     BLOCK_N: gl.constexpr,
@@ -185,20 +187,20 @@ def _attend_tiles(
     p: gl.tensor,
     best: gl.tensor,
     total: gl.tensor,
-    q_tile: gl.shared_memory_descriptor,
-    k_tiles: gl.shared_memory_descriptor,
-    v_tiles: gl.shared_memory_descriptor,
-    k_ready: gl.shared_memory_descriptor,
-    k_free: gl.shared_memory_descriptor,
-    v_ready: gl.shared_memory_descriptor,
-    v_free: gl.shared_memory_descriptor,
+    q_tile: Shared,
+    k_tiles: Shared,
+    v_tiles: Shared,
+    k_ready: Shared,
+    k_free: Shared,
+    v_ready: Shared,
+    v_free: Shared,
     start: gl.tensor,
     stop: gl.tensor,
     queries: gl.tensor,
     first: gl.tensor,
     context_len: gl.tensor,
     scale: gl.tensor,
-    turns: gl.shared_memory_descriptor,
+    turns: Shared,
     IS_LAST: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -246,14 +248,14 @@ def _attend_tiles(
 @gluon.jit
 def _attend_rows(
     q_ptr: gl.tensor,
-    q_tile: gl.shared_memory_descriptor,
-    k_tiles: gl.shared_memory_descriptor,
-    v_tiles: gl.shared_memory_descriptor,
-    k_ready: gl.shared_memory_descriptor,
-    k_free: gl.shared_memory_descriptor,
-    v_ready: gl.shared_memory_descriptor,
-    v_free: gl.shared_memory_descriptor,
-    turns: gl.shared_memory_descriptor,
+    q_tile: Shared,
+    k_tiles: Shared,
+    v_tiles: Shared,
+    k_ready: Shared,
+    k_free: Shared,
+    v_ready: Shared,
+    v_free: Shared,
+    turns: Shared,
     out_ptr: gl.tensor,
     token: gl.tensor,
     left: gl.tensor,

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.triton.hopper_attention_kernels import copy_box, synchronise
+from quire.kernels.triton.hopper_attention_kernels import Shared, copy_box, synchronise
 from quire.kernels.triton.nibbles import PAIRS_TO_F32, numbers_of
 
 ROWS = 128
@@ -39,10 +39,10 @@ def _place_of(tile: gl.tensor, num_tokens: gl.tensor, NUM_ROWS: gl.constexpr, TO
 def _load_runs(
     x_desc: tma.tensor_descriptor,
     codes_desc: tma.tensor_descriptor,
-    x_tiles: gl.shared_memory_descriptor,
-    code_tiles: gl.shared_memory_descriptor,
-    ready: gl.shared_memory_descriptor,
-    free: gl.shared_memory_descriptor,
+    x_tiles: Shared,
+    code_tiles: Shared,
+    ready: Shared,
+    free: Shared,
     num_tokens: gl.tensor,
     num_tiles: gl.tensor,
     NUM_ROWS: gl.constexpr,
@@ -88,10 +88,10 @@ def _multiply_rows(
     offsets_ptr: gl.tensor,
     bias_ptr: gl.tensor,
     out_ptr: gl.tensor,
-    x_tiles: gl.shared_memory_descriptor,
-    code_tiles: gl.shared_memory_descriptor,
-    ready: gl.shared_memory_descriptor,
-    free: gl.shared_memory_descriptor,
+    x_tiles: Shared,
+    code_tiles: Shared,
+    ready: Shared,
+    free: Shared,
     num_tokens: gl.tensor,
     num_tiles: gl.tensor,
     ME: gl.constexpr,

@@ -212,12 +212,11 @@ def _start_ranks(
     return built
 
 
-def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
+def _counted(recorder: GraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
     """Return a recorder whose recordings count their collectives."""
-    found: GraphRecorder | None = recorder
-    for each in () if group is None else group.communicators:
-        found = None if found is None else CountedRecorder(found, each)
-    return found
+    for each in () if recorder is None or group is None else group.communicators:
+        recorder = CountedRecorder(recorder, each)
+    return recorder
 
 
 def build_rank(

@@ -286,7 +286,7 @@ class GpuGroup:
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for an event of this rank's device. Raises WorkerError if the group ends first: then it may never come."""
-        self._communicators[0].wait_for(event)
+        self.communicators[0].wait_for(event)
 
     def least(self, value: int) -> int:
         """Return the least of what all ranks give."""

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the benchmark's kernel is written in it")
-PATH = Path(__file__).resolve().parents[3] / "bench" / "gpu_launches.py"
 
 
-@pytest.fixture(scope="module")
-def gpu_launches():
-    spec = importlib.util.spec_from_file_location("gpu_launches", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_launches"] = module
-    spec.loader.exec_module(module)
-    yield module
+@pytest.fixture
+def gpu_launches(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "bench"))
+    yield importlib.import_module("gpu_launches")
     del sys.modules["gpu_launches"]
 
 

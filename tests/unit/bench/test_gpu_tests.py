@@ -1,6 +1,6 @@
 """How bench/gpu.py runs the kernels' tests on a GPU: a file that fails, hangs or crashes costs itself."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 import time
@@ -13,13 +13,10 @@ from tests.covering import part_of
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def gpu_tests():
-    spec = importlib.util.spec_from_file_location("gpu_tests", ROOT / "bench" / "gpu_tests.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_tests"] = module
-    spec.loader.exec_module(module)
-    yield module
+@pytest.fixture
+def gpu_tests(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    yield importlib.import_module("gpu_tests")
     del sys.modules["gpu_tests"]
 
 
@@ -119,9 +116,3 @@ def test_process_collects_its_part_of_a_file(gpu_tests):
 
     file = "test_triton_float8.py"
     assert collected(f"{file} 1of3") == part_of(collected(file), "1/3")
-
-
-def test_no_test_of_a_file_stops_at_the_first_failure(gpu_tests):
-    command = gpu_tests.pytest_command("test_triton_attention.py")
-    assert "-x" not in command
-    assert "-vv" in command  # names failures as they come

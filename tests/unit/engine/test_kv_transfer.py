@@ -1,7 +1,6 @@
 """A decode engine whose prompts are computed by a prefill engine gives the tokens of one engine, whatever fails."""
 
 import shutil
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from quire.worker.inspect import inspect_model
 from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
 from tests.no_threads import no_threads
 from tests.prefill_thread import PrefillThread
+from tests.ranks import wait_until
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, run
 
@@ -48,13 +48,6 @@ def check_nothing_is_held(engine):
     assert tier.find_problem() is None
     assert tier.num_pinned == 0
     assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_blocks
-
-
-def wait_until(is_true, timeout_s=30.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not is_true() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return is_true()
 
 
 @pytest.fixture(autouse=True)

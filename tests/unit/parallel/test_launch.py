@@ -21,7 +21,7 @@ from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
 from tests.no_threads import no_threads
-from tests.ranks import SharedGroup, files_in_dev_shm, is_alive, open_descriptors, start_processes, statuses_of
+from tests.ranks import SharedGroup, files_in_dev_shm, is_alive, open_descriptors, start_processes, statuses_of, wait_until
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -38,13 +38,6 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def wait_until(is_so, limit_s=20.0):
-    end_s = time.monotonic() + limit_s
-    while not is_so() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return is_so()
 
 
 def step(workers, value):
@@ -164,8 +157,7 @@ def test_stopped_worker_is_named_and_killed(size, refused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "terminate"])
-def test_workers_die_with_their_leader_and_leave_nothing(number, temporary):
+def test_workers_end_with_a_leader_that_is_terminated_and_leave_nothing(temporary):
     code = (
         "from quire.parallel.launch import spawn_workers; import time;"
         "w = spawn_workers('tests.parallel_worker', 3, {'do': 'work'});"
@@ -175,7 +167,7 @@ def test_workers_die_with_their_leader_and_leave_nothing(number, temporary):
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
     assert not any(files_in_dev_shm(pid) for pid in (leader.pid, *pids))
-    leader.send_signal(number)
+    leader.terminate()
     leader.wait()
     leader.stdout.close()
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))

@@ -12,8 +12,10 @@ from quire.kernels.triton.launching import noted_launches
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "bench"))
 
+import gpu_kernels
 import gpu_launches
 import gpu_model
+import gpu_products
 import gpu_profile
 import gpu_prompts
 
@@ -39,6 +41,17 @@ def prompt_kernels(place):
     return found
 
 
+def product_kernels():
+    """Returns the ways of products of 4-bit weights with 256 tokens, and the kernels that each launches."""
+    shapes, size, found = gpu_kernels.Shapes(torch.device("meta"), False), (6144, 4096), {}
+    x, weight = shapes.random(256, 4096), gpu_products.make_weight("int4", size, shapes)
+    for label, run in gpu_products.ways("int4", "qkv", x, size):
+        with noted_launches() as launches:
+            run(weight)
+        found[label] = [launch.kernel.__name__ for launch in launches]
+    return found
+
+
 def main():
     for module in (gpu_model, gpu_profile, gpu_prompts):
         module.stamped_recorder = lambda _: gpu_launches.StampedRecorder(Recorder(), time.perf_counter)
@@ -55,7 +68,7 @@ def main():
         rows = {"decode": decoded, "adapters": adapted, "profile": profiled}
         errors = [row for found in rows.values() for row in found if "error" in row]
         counts = {name: len(found) for name, found in rows.items()}
-        print(json.dumps({"counts": counts, "errors": errors, "kernels": prompt_kernels(place)}))
+        print(json.dumps({"counts": counts, "errors": errors, "kernels": prompt_kernels(place), "products": product_kernels()}))
 
 
 if __name__ == "__main__":

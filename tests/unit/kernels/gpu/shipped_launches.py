@@ -62,19 +62,9 @@ def kv_cache(num_heads, block_size, head_dim, kv_dtype):
 
 
 def attention_launches(
-    count=1,
-    head_dim=128,
-    heads=(32, 8),
-    kv_dtype=BF16,
-    dtype=BF16,
-    block_size=64,
-    has_tree=False,
-    num_tokens=4096,
-    has_sinks=False,
-    is_in_order=False,
-    prompt_tile=PLAIN_TILE,
-    **spec,
-):
+    count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, num_tokens=4096,
+    has_sinks=False, is_in_order=False, prompt_tile=PLAIN_TILE, **spec
+):  # fmt: skip
     num_sequences, length = 4, num_tokens
     starts = [count * index for index in range(num_sequences + 1)]
     trees = None
@@ -175,26 +165,26 @@ def logprob_launch(index, vocab_size=151936):
     return logprob_launches(out, meta(64, vocab_size), ids, num_tops)[index]
 
 
-def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
-    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
-    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
-    weights = meta(num_experts, 2 * inner, width), meta(num_experts, width, inner)
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+def expert_weights(dtype, scale_rows, inner, width):
+    """Of 128 experts; torch.uint8: of 4-bit integers."""
+    shapes = (2 * inner, width), (width, inner)
+    if dtype == BF16:
+        return [meta(128, *shape) for shape in shapes]
+    return [quantized_weight(dtype, scale_rows, shape=(128 * rows, columns)) for rows, columns in shapes]
+
+
+def expert_launch(index, num_tokens, dtype=BF16, scale_rows=1, is_in_order=False, extra=None, inner=768, width=2048):
+    x, weights = meta(num_tokens, width), expert_weights(dtype, scale_rows, inner, width)
+    out, logits, spec = meta(num_tokens, width), meta(num_tokens, 128), MoeSpec(128, 8, MlpSpec(inner, "silu"))
+    with noted_launches():  # of routes that adapters read
+        return expert_launches(out, x, logits, spec, *weights, is_in_order, extra)[index]
 
 
 def adapted_expert_launch(index, num_tokens, dtype, inner=768, width=2048):
-    """Experts whose products get what adapters add; torch.uint8: of 4-bit integers."""
-    spec, num_pairs = MoeSpec(128, 8, MlpSpec(inner, "silu")), 8 * num_tokens
-    weights = [meta(128, 2 * inner, width), meta(128, width, inner)]
-    if dtype == torch.uint8:
-        weights = [quantized_weight(dtype, shape=(128 * each.shape[1], each.shape[2])) for each in weights]
-    added = {"gate_up": meta(num_pairs, 2 * inner), "down": meta(num_pairs, width)}
+    """Experts whose products get what adapters add."""
+    added = {"gate_up": meta(8 * num_tokens, 2 * inner), "down": meta(8 * num_tokens, width)}
     extra = ExpertExtras(adapters=lambda experts: lambda name, x, num_slots: added[name])
-    with noted_launches():  # of the routes
-        launches = expert_launches(
-            meta(num_tokens, width), meta(num_tokens, width), meta(num_tokens, 128), spec, *weights, extra=extra
-        )
-    return launches[index]
+    return expert_launch(index, num_tokens, dtype, extra=extra)
 
 
 def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
@@ -233,15 +223,6 @@ def quantized_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096))
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
     scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
     return DeviceQuantizedWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
-
-
-def quantized_expert_launch(index, num_tokens, dtype, scale_rows=1, is_in_order=False, inner=768, width=2048):
-    num_experts = 128
-    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
-    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
-    shapes = (num_experts * 2 * inner, width), (num_experts * width, inner)
-    weights = [quantized_weight(dtype, scale_rows, shape=shape) for shape in shapes]
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, is_in_order)[index]
 
 
 def linear_launch(dtype, num_tokens, index=0, **options):
@@ -348,25 +329,38 @@ def conv_launch(channels, num_taps, has_bias, dtype=BF16):
     return causal_conv_launch(out, x, meta(channels, num_taps, dtype=dtype), bias, pool, meta(5, dtype=I32), rows)
 
 
+def decode(kv_dtype=BF16, **options):
+    return lambda: attention_launches(kv_dtype=kv_dtype, **options)[1]
+
+
+def prefill(kv_dtype=BF16, **options):
+    return lambda: attention_launches(1024, kv_dtype=kv_dtype, **options)[0]
+
+
+def verify(kv_dtype=BF16, **options):
+    return decode(kv_dtype, count=4, has_tree=True, **options)
+
+
+GATED = {"activation": "silu", "is_gated": True}
+GEMMA = {"heads": (16, 8), "softcap": 50.0}
+
 LAUNCHES: dict[str, Callable[[], Launch]] = {
-    "decode": lambda: attention_launches()[1],
-    "decode-small-values": lambda: attention_launches(head_dim=192, v_dim=128, heads=(64, 4))[1],
-    "prefill-small-values": lambda: attention_launches(1024, 192, (64, 8), v_dim=128, window=128)[0],
-    "decode-small-values-window": lambda: attention_launches(
-        head_dim=192, heads=(64, 8), v_dim=128, window=128, has_sinks=True
-    )[1],
-    "prefill-small-values-whole": lambda: attention_launches(1024, 192, (64, 4), v_dim=128)[0],
-    "prefill-alibi": lambda: attention_launches(1024, heads=(40, 40), alibi_slopes=(0.5,) * 40)[0],
-    "decode-alibi": lambda: attention_launches(heads=(40, 40), alibi_slopes=(0.5,) * 40)[1],
+    "decode": decode(),
+    "decode-small-values": decode(head_dim=192, v_dim=128, heads=(64, 4)),
+    "prefill-small-values": prefill(head_dim=192, heads=(64, 8), v_dim=128, window=128),
+    "decode-small-values-window": decode(head_dim=192, heads=(64, 8), v_dim=128, window=128, has_sinks=True),
+    "prefill-small-values-whole": prefill(head_dim=192, heads=(64, 4), v_dim=128),
+    "prefill-alibi": prefill(heads=(40, 40), alibi_slopes=(0.5,) * 40),
+    "decode-alibi": decode(heads=(40, 40), alibi_slopes=(0.5,) * 40),
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],
-    "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[1],
-    "decode-4-bit": lambda: attention_launches(kv_dtype=PACKED)[1],
-    "decode-k8v4": lambda: attention_launches(kv_dtype=(torch.int8, PACKED))[1],
+    "decode-fp8": decode(FP8),
+    "decode-4-bit": decode(PACKED),
+    "decode-k8v4": decode((torch.int8, PACKED)),
     "unrotate": lambda: attention_launches(kv_dtype=PACKED)[-1],
-    "verify-tree-4-bit": lambda: attention_launches(count=4, kv_dtype=PACKED, has_tree=True)[1],
-    "prefill-4-bit": lambda: attention_launches(count=1024, kv_dtype=PACKED)[0],
-    "prefill-k8v4": lambda: attention_launches(count=1024, kv_dtype=(torch.int8, PACKED))[0],
+    "verify-tree-4-bit": verify(PACKED),
+    "prefill-4-bit": prefill(PACKED),
+    "prefill-k8v4": prefill((torch.int8, PACKED)),
     "decode-latent": lambda: latent_launches()[1],
     "decode-latent-merge": lambda: latent_launches()[2],
     "decode-latent-in-order": lambda: latent_launches(is_in_order=True)[1],
@@ -376,55 +370,55 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "index-scores": index_scores,
     "index-block-scores": lambda: index_scores(has_blocks=True),
     "heads-into-latent": lambda: head_products(64, 128, 512),
-    "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
-    "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],
-    "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[1],
-    "decode-d256-window": lambda: attention_launches(head_dim=256, heads=(16, 8), window=4096, softcap=50.0)[1],
-    "decode-page16": lambda: attention_launches(block_size=16)[1],
-    "decode-f32": lambda: attention_launches(kv_dtype=torch.float32, dtype=torch.float32)[1],
-    "verify-tree": lambda: attention_launches(count=4, has_tree=True)[1],
-    "prefill": lambda: attention_launches(count=1024)[0],
-    "prefill-mha": lambda: attention_launches(count=1024, heads=(32, 32))[0],
-    "prefill-fp8": lambda: attention_launches(count=1024, kv_dtype=FP8)[0],
-    "prefill-window": lambda: attention_launches(count=1024, window=4096)[0],
-    "prefill-d64": lambda: attention_launches(count=1024, head_dim=64)[0],
-    "prefill-d256": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0)[0],
-    "prefill-page16": lambda: attention_launches(count=1024, block_size=16)[0],
-    "prefill-f32": lambda: attention_launches(count=1024, kv_dtype=torch.float32, dtype=torch.float32)[0],
+    "decode-int8": decode(torch.int8),
+    "decode-d64": decode(head_dim=64, heads=(32, 8)),
+    "decode-d80": decode(head_dim=80, heads=(32, 32)),
+    "decode-d256-window": decode(head_dim=256, heads=(16, 8), window=4096, softcap=50.0),
+    "decode-page16": decode(block_size=16),
+    "decode-f32": decode(torch.float32, dtype=torch.float32),
+    "verify-tree": verify(),
+    "prefill": prefill(),
+    "prefill-mha": prefill(heads=(32, 32)),
+    "prefill-fp8": prefill(FP8),
+    "prefill-window": prefill(window=4096),
+    "prefill-d64": prefill(head_dim=64),
+    "prefill-d256": prefill(head_dim=256, **GEMMA),
+    "prefill-page16": prefill(block_size=16),
+    "prefill-f32": prefill(torch.float32, dtype=torch.float32),
     "prefill-tree": lambda: attention_launches(count=64, has_tree=True)[0],
-    "decode-in-order": lambda: attention_launches(is_in_order=True)[1],
+    "decode-in-order": decode(is_in_order=True),
     "decode-merge-in-order": lambda: attention_launches(is_in_order=True)[2],
-    "decode-fp8-in-order": lambda: attention_launches(kv_dtype=FP8, is_in_order=True)[1],
-    "decode-d256-in-order": lambda: attention_launches(head_dim=256, heads=(16, 8), is_in_order=True)[1],
-    "prefill-in-order": lambda: attention_launches(count=1024, is_in_order=True)[0],
-    "prefill-fp8-in-order": lambda: attention_launches(count=1024, kv_dtype=FP8, is_in_order=True)[0],
-    "prefill-d256-in-order": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), is_in_order=True)[0],
-    "decode-group7": lambda: attention_launches(heads=(28, 4))[1],
-    "decode-group32": lambda: attention_launches(heads=(32, 1))[1],
+    "decode-fp8-in-order": decode(FP8, is_in_order=True),
+    "decode-d256-in-order": decode(head_dim=256, heads=(16, 8), is_in_order=True),
+    "prefill-in-order": prefill(is_in_order=True),
+    "prefill-fp8-in-order": prefill(FP8, is_in_order=True),
+    "prefill-d256-in-order": prefill(head_dim=256, heads=(16, 8), is_in_order=True),
+    "decode-group7": decode(heads=(28, 4)),
+    "decode-group32": decode(heads=(32, 1)),
     "prefill-split": lambda: attention_launches(count=32, num_tokens=32768)[0],
     "prefill-merge": lambda: attention_launches(count=32, num_tokens=32768)[1],
-    "prefill-window-fp8": lambda: attention_launches(count=1024, window=4096, kv_dtype=FP8)[0],
-    "prefill-d192-int8": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8), kv_dtype=torch.int8)[0],
-    "prefill-d256-fp8": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, kv_dtype=FP8)[0],
-    "prefill-d256-window": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, window=4096)[0],
+    "prefill-window-fp8": prefill(FP8, window=4096),
+    "prefill-d192-int8": prefill(torch.int8, head_dim=192, heads=(16, 8)),
+    "prefill-d256-fp8": prefill(FP8, head_dim=256, **GEMMA),
+    "prefill-d256-window": prefill(head_dim=256, **GEMMA, window=4096),
     "decode-whole": lambda: attention_launches(num_tokens=200)[0],
     "decode-whole-sinks": lambda: attention_launches(num_tokens=200, has_sinks=True)[0],
     "decode-merge-sinks": lambda: attention_launches(has_sinks=True)[2],
-    "decode-f16": lambda: attention_launches(dtype=torch.float16, kv_dtype=torch.float16)[1],
-    "decode-d96": lambda: attention_launches(head_dim=96, heads=(32, 32))[1],
-    "decode-d112": lambda: attention_launches(head_dim=112, heads=(32, 32))[1],
-    "decode-d192": lambda: attention_launches(head_dim=192, heads=(16, 8))[1],
-    "decode-window-fp8": lambda: attention_launches(window=1024, kv_dtype=FP8)[1],
+    "decode-f16": decode(torch.float16, dtype=torch.float16),
+    "decode-d96": decode(head_dim=96, heads=(32, 32)),
+    "decode-d112": decode(head_dim=112, heads=(32, 32)),
+    "decode-d192": decode(head_dim=192, heads=(16, 8)),
+    "decode-window-fp8": decode(FP8, window=1024),
     "prefill-specialized": lambda: specialized_launches()[0],
     "prefill-specialized-turns": lambda: specialized_launches(num_stages=3, takes_turns=True)[0],
     "prefill-specialized-64": lambda: specialized_launches(keys=64, num_stages=4)[0],
     "prefill-specialized-d64": lambda: specialized_launches(head_dim=64, heads=(16, 8))[0],
     "prefill-specialized-f16": lambda: specialized_launches(dtype=torch.float16, kv_dtype=torch.float16)[0],
-    "prefill-f16": lambda: attention_launches(count=1024, dtype=torch.float16, kv_dtype=torch.float16)[0],
-    "prefill-int8": lambda: attention_launches(count=1024, kv_dtype=torch.int8)[0],
-    "prefill-sinks": lambda: attention_launches(count=1024, has_sinks=True)[0],
-    "prefill-d96": lambda: attention_launches(count=1024, head_dim=96, heads=(32, 32))[0],
-    "prefill-d192": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8))[0],
+    "prefill-f16": prefill(torch.float16, dtype=torch.float16),
+    "prefill-int8": prefill(torch.int8),
+    "prefill-sinks": prefill(has_sinks=True),
+    "prefill-d96": prefill(head_dim=96, heads=(32, 32)),
+    "prefill-d192": prefill(head_dim=192, heads=(16, 8)),
     "recur-qwen3-next": lambda: recur_of(32, 128, 128, 16, has_beta=True),
     "recur-kimi": lambda: recur_of(32, 128, 128, decay=(128,), has_beta=True),
     "recur-mamba2": lambda: recur_of(128, 128, 64, 8),
@@ -467,13 +461,13 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-gate-up-1024": lambda: expert_launch(3, 1024),
     "moe-gate-up-4096": lambda: expert_launch(3, 4096),
     "moe-down-4096": lambda: expert_launch(4, 4096),
-    "moe-4-1": lambda: quantized_expert_launch(1, 1, torch.uint8),
-    "moe-4-1024": lambda: quantized_expert_launch(3, 1024, torch.uint8),
-    "moe-fp8-64": lambda: quantized_expert_launch(3, 64, FP8, 128),
-    "moe-fp8-4096": lambda: quantized_expert_launch(3, 4096, FP8, 128, True),
-    "moe-fp8-down-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128, True),
-    "moe-float8-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128),
-    "moe-float8-down-4096": lambda: quantized_expert_launch(6, 4096, FP8, 128),
+    "moe-4-1": lambda: expert_launch(1, 1, torch.uint8),
+    "moe-4-1024": lambda: expert_launch(3, 1024, torch.uint8),
+    "moe-fp8-64": lambda: expert_launch(3, 64, FP8, 128),
+    "moe-fp8-4096": lambda: expert_launch(3, 4096, FP8, 128, True),
+    "moe-fp8-down-4096": lambda: expert_launch(4, 4096, FP8, 128, True),
+    "moe-float8-4096": lambda: expert_launch(4, 4096, FP8, 128),
+    "moe-float8-down-4096": lambda: expert_launch(6, 4096, FP8, 128),
     "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
     "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
     "moe-clamped-4-64": lambda: clamped_expert_launch(3, 64, True),
@@ -502,10 +496,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "verify-chain": lambda: attention_launches(count=4)[1],
     "verify-chain-long": lambda: attention_launches(count=6)[0],
     "verify-tree-long": lambda: attention_launches(count=12, has_tree=True, num_tokens=32768)[0],
-    "verify-tree-window": lambda: attention_launches(count=4, has_tree=True, window=1024)[1],
-    "verify-tree-fp8": lambda: attention_launches(count=4, has_tree=True, kv_dtype=FP8)[1],
-    "verify-tree-d64": lambda: attention_launches(count=4, has_tree=True, head_dim=64)[1],
-    "verify-tree-d256": lambda: attention_launches(count=4, has_tree=True, head_dim=256, heads=(16, 8), softcap=50.0)[1],
+    "verify-tree-window": verify(window=1024),
+    "verify-tree-fp8": verify(FP8),
+    "verify-tree-d64": verify(head_dim=64),
+    "verify-tree-d256": verify(head_dim=256, **GEMMA),
     "linear-4": lambda: linear_launch(torch.uint8, 1),
     "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
     "linear-4-64": lambda: linear_launch(torch.uint8, 64),
@@ -536,34 +530,32 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "float8-1024": lambda: float8_launch(1, 1024),
     "float8-1024-token": lambda: float8_launch(1, 1024, group_size=4096),
     "few-qkv": lambda: few_launch(1, (4096, 1024), True),
-    "few-gate-up": lambda: few_launch(1, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-gate-up": lambda: few_launch(1, (6144, 1024), True, **GATED),
     "few-o": lambda: few_launch(1, (1024, 2048), False, residual_scale=1.0),
     "few-down": lambda: few_launch(1, (1024, 3072), False, residual_scale=1.0),
-    "few-gate-up-large": lambda: few_launch(1, (24576, 4096), True, activation="silu", is_gated=True),
+    "few-gate-up-large": lambda: few_launch(1, (24576, 4096), True, **GATED),
     "few-down-large": lambda: few_launch(1, (4096, 12288), False, residual_scale=1.0),
-    "few-f32": lambda: few_launch(1, (6144, 1024), True, F32, activation="silu", is_gated=True),
+    "few-f32": lambda: few_launch(1, (6144, 1024), True, F32, **GATED),
     "few-qkv-8": lambda: few_launch(8, (4096, 1024), True),
-    "few-gate-up-8": lambda: few_launch(2, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-gate-up-8": lambda: few_launch(2, (6144, 1024), True, **GATED),
     "few-down-8": lambda: few_launch(8, (1024, 3072), False, residual_scale=1.0),
-    "few-gate-up-16": lambda: few_launch(16, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-gate-up-16": lambda: few_launch(16, (6144, 1024), True, **GATED),
     "few-down-16": lambda: few_launch(16, (1024, 3072), False, residual_scale=1.0),
     "few-gate-up-large-8": lambda: few_launch(8, (24576, 4096), True, activation="gelu", is_gated=True),
-    "few-gate-up-large-16": lambda: few_launch(16, (24576, 4096), True, activation="silu", is_gated=True),
+    "few-gate-up-large-16": lambda: few_launch(16, (24576, 4096), True, **GATED),
     "few-qkv-large-16": lambda: few_launch(16, (6144, 4096), True),
     "few-down-large-8": lambda: few_launch(8, (4096, 12288), False, residual_scale=1.0),
     "codes-qkv-fp8": lambda: codes_launch(1, FP8, (6144, 4096), True, scale_rows=128),
     "codes-down-fp8": lambda: codes_launch(1, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
-    "codes-gate-up-4": lambda: codes_launch(1, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
+    "codes-gate-up-4": lambda: codes_launch(1, torch.uint8, (24576, 4096), True, **GATED),
     "codes-down-4": lambda: codes_launch(1, torch.uint8, (4096, 12288), False, residual_scale=1.0),
-    "codes-gate-up-fp8-8": lambda: codes_launch(8, FP8, (24576, 4096), True, scale_rows=128, activation="silu", is_gated=True),
-    "codes-gate-up-4-8": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
+    "codes-gate-up-fp8-8": lambda: codes_launch(8, FP8, (24576, 4096), True, scale_rows=128, **GATED),
+    "codes-gate-up-4-8": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, **GATED),
     "codes-down-fp8-8": lambda: codes_launch(8, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
     "codes-down-4-8": lambda: codes_launch(8, torch.uint8, (4096, 12288), False, residual_scale=1.0),
-    "codes-gate-up-4-8-f16": lambda: codes_launch(
-        8, torch.uint8, (24576, 4096), True, torch.float16, activation="silu", is_gated=True
-    ),
+    "codes-gate-up-4-8-f16": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, torch.float16, **GATED),
     "few-down-large-16": lambda: few_launch(9, (4096, 12288), False, residual_scale=1.0),
-    "few-f32-16": lambda: few_launch(9, (6144, 1024), True, F32, activation="silu", is_gated=True),
+    "few-f32-16": lambda: few_launch(9, (6144, 1024), True, F32, **GATED),
     "projected": lambda: projected_launch(),
     "projected-small": lambda: projected_launch((16, 8)),
     "projected-fp8": lambda: projected_launch(kv_dtype=FP8),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from quire.worker import context_parallel, parallel_launch
 from quire.worker import memory as worker_memory
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import StepGraphs
+from quire.worker.device.graphs import GraphGrid, StepGraphs
 from quire.worker.device.launched_step import Kept, StepSizes
 from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
@@ -177,6 +178,14 @@ def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(loss
         check(expected, found[0], not lossy)
         assert found[1] == counts
     ranks.close()
+
+
+def test_deterministic_steps_are_recorded_while_their_results_are_few():
+    attention = short("latent").layers[0].attention
+    num_bytes = 4 * 2 * attention.num_heads * attention.latent.kv_rank * 2048 // CHUNK
+    found = device_context.ContextRanks(SimpleNamespace(size=2), 0).most_recorded([short("latent")] * 2, 2048)
+    assert found == device_context.RECORDED_BYTES // num_bytes
+    assert GraphGrid(0).keys == []
 
 
 def test_every_token_of_runs_is_divided_once():

@@ -151,14 +151,13 @@ def record(spec, lossy=None, has_adapters=False, **options):
     assert recorder.num_recorded == len(keys) > 0
 
 
-TWO_RANKS = {"shares": (1.0, 1.0)}
-LOSSY = LossyRouting(1.2, 1e-3, 0.1)
-
-
+TWO_RANKS, LOSSY = {"shares": (1.0, 1.0)}, LossyRouting(1.2, 1e-3, 0.1)
 RECORDED = [
     *((name, {}) for name in MODELS),
     *((name, {"has_adapters": True}) for name in ("experts", "latent")),
     *((name, TWO_RANKS | {"has_homes": has_homes}) for name in ("qwen3", "experts") for has_homes in (False, True)),
+    ("qwen3", {"context_size": 2, **TWO_RANKS}),
+    *((name, {"context_size": 2, "is_in_order": True, **TWO_RANKS}) for name in ("gpt-oss", "latent")),
     ("shared-experts", {"lossy": LOSSY}),
     ("shared-experts", {"lossy": LOSSY, "num_redundant": 0, **TWO_RANKS}),
     ("experts", {"lossy": LossyRouting(), "num_redundant": 0, "has_homes": True, **TWO_RANKS}),

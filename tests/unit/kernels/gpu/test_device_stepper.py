@@ -1,6 +1,7 @@
 """Steps as they are launched on the device: what padding leaves alone, what stays there, and how it gets there."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from quire.model.parameters import parameter_shapes
 from quire.worker.device import gpu_executor
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
+from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import StepSizes
@@ -209,3 +211,7 @@ def test_nobody_waits_for_a_device_whose_group_has_ended(device, monkeypatch):
     monkeypatch.setattr(gpu_executor, "is_lost", lambda device: pytest.fail("waited for"))
     with pytest.raises(DeviceLostError, match="rank 1"), stepper.step_scope():
         raise DeviceLostError("rank 1 has ended", 1)
+    waited, nothing = [], dict.fromkeys(field.name for field in dataclasses.fields(GpuGroup))
+    tensor = SimpleNamespace(wait_for=waited.append)
+    GpuGroup(**nothing | {"tensor": tensor, "others": ()}).wait_for("event")  # as long as the group lives
+    assert waited == ["event"]

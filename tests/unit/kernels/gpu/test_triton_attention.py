@@ -30,6 +30,16 @@ def run(case, spec, device, sinks=None):
     return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device), slopes=slopes).cpu()
 
 
+def check(case, spec, device, sinks=None):
+    expected = dense_attention(case, spec, sinks)[..., : spec.value_size]
+    torch.testing.assert_close(run(case, spec, device, sinks).double(), expected, atol=3e-6, rtol=3e-6)
+
+
+def launches_of(case, spec, device):
+    q, cache = case.q.to(device), KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    return attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("lengths, counts", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize(
@@ -49,8 +59,7 @@ def run(case, spec, device, sinks=None):
 def test_attend_equals_a_dense_loop_in_f32(lengths, counts, heads, head_dim, block_size, options, device):
     spec = AttentionSpec(*heads, head_dim, head_dim**-0.5, **options)
     case = make_case(lengths, counts, spec, block_size)
-    expected = dense_attention(case, spec)[..., : spec.value_size]
-    torch.testing.assert_close(run(case, spec, device).double(), expected, atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -104,8 +113,7 @@ def test_sinks_take_their_share_when_split_and_whole(window, counts, device):
     spec = AttentionSpec(4, 2, 32, 32**-0.5, window=window)
     case = make_case([301, 44], counts, spec, 16)
     sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
-    expected = dense_attention(case, spec, sinks)
-    torch.testing.assert_close(run(case, spec, device, sinks).double(), expected, atol=3e-6, rtol=3e-6)
+    check(case, spec, device, sinks)
 
 
 @pytest.fixture
@@ -125,22 +133,17 @@ def test_runs_of_queries_behind_long_prefixes_are_split_over_their_keys(heads, o
     spec = AttentionSpec(*heads, 32, 32**-0.5, **options)
     case = make_case([333, 20, 80], [45, 20, 1], spec, 16)
     sinks = None if sinks is None else torch.tensor(sinks)
-    q = case.q.to(device)
-    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
+    launches = launches_of(case, spec, device)
     assert [launch.grid[2] for launch in launches if len(launch.grid) == 3][-1] == (3 if options else 6)
-    found = run(case, spec, device, sinks)
-    torch.testing.assert_close(found.double(), dense_attention(case, spec, sinks), atol=3e-6, rtol=3e-6)
+    check(case, spec, device, sinks)
 
 
 def test_windows_within_a_long_chunk_are_not_split_for_runs_of_queries(long_chunk, device):
     spec = AttentionSpec(4, 2, 32, 32**-0.5, window=long_chunk)
     case = make_case([200], [45], spec, 16)
-    q = case.q.to(device)
-    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
+    launches = launches_of(case, spec, device)
     assert [launch.grid for launch in launches] == [(3, 2, 1)]
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -159,11 +162,9 @@ def test_runs_that_fill_the_device_are_not_split(long_chunk, monkeypatch, device
     monkeypatch.setattr(tiles, "device_traits", lambda: dataclasses.replace(HOPPER, num_multiprocessors=2))
     spec = AttentionSpec(4, 2, 32, 32**-0.5)
     case = make_case([300], [200], spec, 16)
-    q = case.q.to(device)
-    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
+    launches = launches_of(case, spec, device)
     assert [launch.grid for launch in launches] == [(13, 2, 1)]
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
 
 
 def test_a_device_is_filled_by_several_rounds_of_programs_of_which_the_last_is_nearly_full():
@@ -191,7 +192,7 @@ def test_drafts_see_their_ancestors_alone_when_they_are_a_tree(heads, window, de
     spec = AttentionSpec(*heads, 16, 0.25, **options)
     trees = [PARENTS, [], [-1, 0, -1], []]
     case = make_case([290, 30, 40, 9], [11, 5, 9, 1], spec, 8, trees=trees)
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
 
 
 @pytest.mark.parametrize("counts", [[4, 2, 1, 1], [1, 1, 1, 1]], ids=["several", "one each"])
@@ -199,7 +200,7 @@ def test_drafts_see_their_ancestors_alone_when_the_first_ones_are_cached(counts,
     trees = [[-1], PARENTS[:6], [-1, 0, -1, 1], []]
     spec = AttentionSpec(4, 2, 16, 0.25)
     case = make_case([30, 40, 29, 9], counts, spec, 8, trees=trees)
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
     with pytest.raises(InvariantError, match="compute them again"):
         run(case, dataclasses.replace(spec, window=3), device)
 
@@ -359,7 +360,7 @@ def test_chunks_of_long_contexts_are_larger_and_as_many_as_there_may_be(window, 
 def test_a_context_of_more_keys_than_chunks_of_the_smallest_size_hold_is_attended(device):
     spec = AttentionSpec(8, 8, 16, 0.25)
     case = make_case([32 * CHUNK + 77, 3], [1, 2], spec, 64)
-    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    check(case, spec, device)
 
 
 def test_tensors_that_are_sent_together_arrive_whole_and_aligned(device):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.norm import normalize
 from quire.kernels.triton.fused_linear import Epilogue
@@ -22,14 +22,9 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
+from tests.unit.kernels.gpu.test_triton_fused import GEMMA, RMS, TOLERANCES, draw
 
-RMS, GEMMA = NormSpec("rms", 1e-6), NormSpec("rms", 1e-6, offset=1, late_cast=True)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def integers(low, high, *shape):
