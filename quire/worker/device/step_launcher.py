@@ -122,12 +122,8 @@ class StepLauncher:
         # With layers in two formats every part of the model, as a stage may be, has the tiles of both.
         formats = {pool.spec.dtype, *((spec.dtype,) if pool.spec.layer_dtypes else ())}
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
-        self.tile_kinds = sorted(
-            {
-                tile_queries(each, decoder.dtype, kv_dtypes(name)[0], decoder.is_in_order)
-                for each, name in itertools.product(attention, formats)
-            }
-        )
+        kinds = itertools.product(attention, (kv_dtypes(name)[0] for name in formats))
+        self.tile_kinds = sorted({tile_queries(each, decoder.dtype, kv, decoder.is_in_order) for each, kv in kinds})
         # With homes each rank lists the tiles of its own sequences.
         self._staged_kinds = self.tile_kinds if self._homes.size == 1 else []
         of_model = self.has_states, width, self._has_windows, spec.vocab_size, self._homes.size
