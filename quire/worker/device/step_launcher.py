@@ -83,8 +83,7 @@ class StepLauncher:
         library: AttentionLibrary | None = None,
         adapters: DeviceAdapters | None = None,
     ) -> None:
-        self._decoder, self._pool, self._sizes, self.graphs = decoder, pool, sizes, graphs
-        self._adapters = adapters
+        self._decoder, self._pool, self._sizes, self.graphs, self._adapters = decoder, pool, sizes, graphs, adapters
         self._stage = decoder.stage if isinstance(decoder, DeviceDecoder) else None
         self.samples = self._stage is None or self._stage.stage.is_last
         self._library = library  # attends in steps without a CUDA graph; with a library all steps with prompts are such
@@ -92,10 +91,9 @@ class StepLauncher:
         self.has_states = spec.has_recurrent_state
         self._has_windows = pool.spec.window_tokens is not None
         self.first_window_block = pool.num_blocks if self._has_windows else None
-        self.padding_slot = sizes.num_slots
+        self.padding_slot, self._homes = sizes.num_slots, Homes.of(decoder)
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
-        self._homes = Homes.of(decoder)
         is_recording = graphs.is_recording and library is None and decoder.records_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
@@ -124,12 +122,8 @@ class StepLauncher:
         # With layers in two formats every part of the model, as a stage may be, has the tiles of both.
         formats = {pool.spec.dtype, *((spec.dtype,) if pool.spec.layer_dtypes else ())}
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
-        self.tile_kinds = sorted(
-            {
-                tile_queries(each, decoder.dtype, kv_dtypes(name)[0], decoder.is_in_order)
-                for each, name in itertools.product(attention, formats)
-            }
-        )
+        kinds = itertools.product(attention, (kv_dtypes(name)[0] for name in formats))
+        self.tile_kinds = sorted({tile_queries(each, decoder.dtype, kv, decoder.is_in_order) for each, kv in kinds})
         # With homes each rank lists the tiles of its own sequences.
         self._staged_kinds = self.tile_kinds if self._homes.size == 1 else []
         of_model = self.has_states, width, self._has_windows, spec.vocab_size, self._homes.size

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,27 +22,28 @@ def start():
 
 @pytest.fixture
 def scripted(start, tmp_path, monkeypatch):
-    """Have another script stand for the process that is started."""
+    """Have another script stand for the process that is started, and no model be written."""
+    monkeypatch.setitem(sys.modules, "gpu_model", SimpleNamespace(write_random_model=lambda shape, folder: folder))
 
-    def use(code):
+    def use(code, seconds=20):
         script = tmp_path / "script.py"
         script.write_text("import json, os, sys, time, pathlib\n" + code)
         monkeypatch.setattr(start, "__file__", str(script))
-        options = {"device": "interpreter"}
-        return list(start.start_rows("tiny", tmp_path / "model", options, tmp_path / "cache", time.perf_counter() + 20))
+        place = SimpleNamespace(engine_device="interpreter", is_tiny=True, folder=tmp_path)
+        return list(start.start_rows(place, SimpleNamespace(name="tiny"), time.perf_counter() + seconds))
 
     return use
 
 
 def test_the_second_start_finds_the_cache_of_the_first(scripted, tmp_path):
     rows = scripted(
-        "cache = pathlib.Path(os.environ['TRITON_CACHE_DIR']); was_there = cache.exists(); cache.mkdir(exist_ok=True)\n"
+        "left = pathlib.Path(os.environ['TRITON_CACHE_DIR']) / 'left'; was_there = left.exists(); left.touch()\n"
         "print('a line of a library'); print(json.dumps({'total_s': 3 if was_there else 30, 'given': sys.argv[2:]}))"
     )
-    assert [(row["is_cold"], row["total_s"], row["is_below_goal"]) for row in rows] == [(True, 30, False), (False, 3, True)]
+    assert [(row["is_cold"], row["total_s"]) for row in rows] == [(True, 30), (False, 3)]
     folder, options = rows[0]["given"]
-    assert folder == str(tmp_path / "model")
-    assert json.loads(options) == {"device": "interpreter"}
+    assert folder == str(tmp_path / "tiny")
+    assert json.loads(options)["device"] == "interpreter"
 
 
 def test_a_start_that_fails_is_a_row_that_says_so(scripted):
@@ -49,15 +52,12 @@ def test_a_start_that_fails_is_a_row_that_says_so(scripted):
     assert "no such device" in row["output"]
 
 
-def test_no_start_begins_when_the_time_is_over(start, tmp_path):
-    assert list(start.start_rows("tiny", tmp_path, {}, tmp_path / "cache", time.perf_counter() - 1)) == []
+def test_no_start_begins_when_the_time_is_over(scripted):
+    assert scripted("", seconds=-1) == []
 
 
-def test_a_start_that_hangs_is_stopped(start, tmp_path, monkeypatch):
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(start, "__file__", str(script))
-    (row,) = start.start_rows("tiny", tmp_path, {}, tmp_path / "cache", time.perf_counter() + 1)
+def test_a_start_that_hangs_is_stopped(scripted):
+    (row,) = scripted("time.sleep(600)", seconds=1)
     assert row["error"] == "stopped after 1 s"
 
 

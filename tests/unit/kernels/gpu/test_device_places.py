@@ -1,8 +1,8 @@
 """Where the tensors of a step are, on a device without memory: nothing that a kernel or an operation gets is on the host, and
 what is recorded as a CUDA graph copies nothing from the host or to it, and waits for nothing.
 
-In the interpreter host and device are the same, so that nothing else would find it without a GPU. Numbers that are read from a
-device without memory, or on which shapes depend, raise errors by themselves.
+In the interpreter host and device are the same, so that nothing else would find it without a GPU. Reading numbers of a device
+without memory is an error.
 """
 
 from dataclasses import replace
@@ -67,7 +67,7 @@ class NothingFromHost(OneDevice):
 
 
 class NoNumbers(TorchFunctionMode):
-    """No tensor is made on the device of numbers of the host."""
+    """No tensor on the device is made of numbers."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -134,7 +134,7 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
 
 
 def record(spec, lossy=None, has_adapters=False, **options):
-    """Record a step with prompts and a decode step of a model, in each of the ways that its options ask for."""
+    """Record a step with prompts and a decode step of a model."""
     parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=META) for name, shape in parameter_shapes(spec).items()}
     decoder = meta_decoder(ServedModel(spec, parameters, **options), 64)
     if lossy is not None:
@@ -181,7 +181,7 @@ ODD = ("gemma3n", "qwen3-next", "zamba2", "mamba", "lfm2", "minimax-m3", "mimo-v
 @pytest.mark.slow
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("case", ODD)
-def test_recorded_steps_of_odd_models_copy_nothing_from_the_host_and_do_not_wait(case, tmp_path):
+def test_recorded_steps_of_odd_models_do_neither(case, tmp_path):
     make = pytest.importorskip("tests.golden.make_checkpoints").make_checkpoint
     record(replace(read_model_spec(make(case, tmp_path / case)), dtype="bfloat16"))
 
@@ -205,19 +205,14 @@ def test_logits_are_changed_on_the_device_when_a_request_changes_them():
     [
         lambda: torch.zeros(3).to(META),
         lambda: torch.tensor(2.0).to(META),
-        lambda: torch.zeros(3, device=META).cpu(),
         lambda: torch.tensor(2.0, device=META),
-        lambda: torch.zeros(3, device=META)[torch.tensor([1])],
-        lambda: torch.rand(3, device=META),
+        lambda: torch.zeros(3, device=META).cpu(),
         lambda: torch.zeros(3, device=META).sum().item(),
-        lambda: torch.zeros(3, device=META).nonzero(),
+        lambda: torch.zeros(3, device=META)[torch.tensor([1])],
+        lambda: torch.nn.functional.embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(4, 5, device=META)),
+        lambda: torch.rand(3, device=META),
     ],
 )
 def test_what_a_recording_may_not_do_is_found(step):
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
         StrictRecorder().record(step)
-
-
-def test_a_tensor_on_the_host_is_found_when_an_operation_gets_one():
-    with pytest.raises(AssertionError, match=r"aten::embedding of tensors on"), OneDevice():
-        torch.nn.functional.embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(4, 5, device=META))

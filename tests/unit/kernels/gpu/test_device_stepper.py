@@ -206,12 +206,11 @@ def test_a_library_attends_the_steps_that_are_launched_one_by_one(device):
 
 
 def test_nobody_waits_for_a_device_whose_group_has_ended(device, monkeypatch):
-    """It may wait for a rank that is gone."""
     stepper, _ = make_stepper(device, 1)
     monkeypatch.setattr(gpu_executor, "is_lost", lambda device: pytest.fail("waited for"))
     with pytest.raises(DeviceLostError, match="rank 1"), stepper.step_scope():
         raise DeviceLostError("rank 1 has ended", 1)
-    waited, nothing = [], dict.fromkeys(field.name for field in dataclasses.fields(GpuGroup))
-    tensor = SimpleNamespace(wait_for=waited.append)
-    GpuGroup(**nothing | {"tensor": tensor, "others": ()}).wait_for("event")  # as long as the group lives
+    waited = []
+    group = SimpleNamespace(communicators=[SimpleNamespace(wait_for=waited.append)])
+    GpuGroup.wait_for(group, "event")  # as long as it lives
     assert waited == ["event"]
