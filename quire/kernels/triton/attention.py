@@ -323,7 +323,8 @@ def _split_on_device(call: _Call, sums: Tensor | None = None) -> list[Launch]:
     window, tiles, (num_kv_heads, group, dim, *_) = call.spec.window, call.tiles, call.heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)
-    if num_chunks <= 1 and sums is None:
+    is_whole = num_chunks <= 1 or (call.step.is_even and is_filled(tiles.num_tiles * num_kv_heads))
+    if is_whole and sums is None:
         return [_attend_runs(call)]
     # Batch-invariant chunks have a fixed size at any length, so that a query of a prompt has those of its own position.
     most = 0 if call.is_in_order else most_chunks(num_kv_heads)

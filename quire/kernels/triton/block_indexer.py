@@ -98,7 +98,7 @@ def _attend(
     num_rows, most = len(q) * len(firsts), chosen.shape[2] * size
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device=q.device)
     own = DeviceAttentionMetadata.of_decode(
-        starts[:-1].long(), starts, lengths.flatten().int(), units.flatten(0, 1).int(), most
+        starts[:-1].long(), starts, lengths.flatten().int(), units.flatten(0, 1).int(), most, is_even=True
     )
     alone = replace(spec, num_heads=group, num_kv_heads=1, block_indexer=None)
     single = KvCache(*(part.view(-1, 1, unit, dim) for part in (cache.k, cache.v)))

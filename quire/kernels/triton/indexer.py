@@ -45,7 +45,8 @@ def choose_keys(
         chosen, counts = choose(scores, indexer.top_k)
         slots = _slots_of(chosen, step.block_tables, sequences, block_size)
         starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=scores.device)
-        found.append(DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, chosen.shape[1]))
+        most = chosen.shape[1]
+        found.append(DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, most, is_even=True))
     return found
 
 

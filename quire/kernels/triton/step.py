@@ -181,6 +181,7 @@ class DeviceAttentionMetadata:
     window           the same for layers of the window group, with its slots and block tables; None: there is no such group
     homes            where sequences have homes on several ranks: all rows of the step, of which all else here has those at home
                      on this rank; None: they have none
+    is_even          whether contexts are about as long, so that keys are not split where the sequences fill the device
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     chosen           the keys that the last indexer of this step has chosen, see `choose_keys`
     """
@@ -203,6 +204,7 @@ class DeviceAttentionMetadata:
     exchange: Callable[[Sequence[Tensor | None]], None] | None = None
     window: DeviceAttentionMetadata | None = None
     homes: HomeRows | None = None
+    is_even: bool = False
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     chosen: list[DeviceAttentionMetadata] = field(default_factory=list)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
@@ -246,11 +248,12 @@ class DeviceAttentionMetadata:
         max_context_len: int,
         states: DeviceStateRows | None = None,
         homes: HomeRows | None = None,
+        is_even: bool = False,
     ) -> DeviceAttentionMetadata:
         """Return a step with one token for each sequence, of tensors that are on the device."""
         counts = (1,) * len(context_lens)
         places = slots, query_starts, context_lens, block_tables
-        return cls(*places, None, None, None, counts, max_context_len, states=states, homes=homes)
+        return cls(*places, None, None, None, counts, max_context_len, states=states, homes=homes, is_even=is_even)
 
     def with_windows(self, slots: Tensor, block_tables: Tensor) -> DeviceAttentionMetadata:
         """Return the step with slots and block tables of the window group; all else is shared."""

@@ -1,5 +1,7 @@
 """The keys that an indexer chooses on the device are those of the torch reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.block_sparse import attend_blocks as attend_blocks_by_torch
 from quire.kernels.reference.compressed_attention import EntryCache
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, choose_all
-from quire.kernels.triton import indexer
+from quire.kernels.triton import indexer, tiles
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.block_indexer import HeadsOfRank, attend_blocks
+from quire.kernels.triton.device_traits import HOPPER
 from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose, choose_keys
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
@@ -62,6 +65,18 @@ def test_queries_attend_to_the_keys_that_the_reference_chooses(
     there = DeviceAttentionMetadata.of(step, device)
     found = attend_chosen(q.to(device), choose_keys(inputs, block_size, there, spec), caches[0].to(device), latent, is_in_order)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+def test_chosen_keys_are_split_unless_queries_fill_the_device(num_multiprocessors, device, monkeypatch):
+    monkeypatch.setattr(tiles, "device_traits", lambda: replace(HOPPER, num_multiprocessors=num_multiprocessors))
+    q, index, caches, step, latent, spec = make_case([300], [7], None, 64, 280)
+    expected = attend_indexed(q, choose_all(index, caches[1], step, spec), caches[0], step, latent)[..., 8:]
+    inputs = IndexInputs(*(part.to(device) for part in (index.heads, index.weights, caches[1])))
+    chosen = choose_keys(inputs, 64, DeviceAttentionMetadata.of(step, device), spec)
+    found = attend_chosen(q.to(device), chosen, caches[0].to(device), latent)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
+    assert len(chosen[0].plans) == (num_multiprocessors > 1)
 
 
 def test_lower_keys_come_first_where_scores_are_equal(device):
