@@ -56,7 +56,7 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
                         return
                     row: Row = {"section": "products", "name": f"{name} {kind} {num_tokens}, {label}"}
                     try:
-                        row["error"] = _error(run(weights[0]), x, weights[0])
+                        row["difference"] = _difference(run(weights[0]), x, weights[0])
                         if not is_tiny:
                             us = time_runs([partial(run, weight) for weight in weights])[0]
                             row |= {"us": us, "share": bound_us / us}
@@ -120,7 +120,7 @@ def _scaled_mm(x: Tensor, weight: DeviceQuantizedWeight) -> Tensor:
     return torch._scaled_mm(rows.codes, weight.codes.t(), scales, weight.scales.t(), out_dtype=x.dtype)
 
 
-def _error(found: Tensor | None, x: Tensor, weight: Tensor | DeviceQuantizedWeight) -> float | None:
+def _difference(found: Tensor | None, x: Tensor, weight: Tensor | DeviceQuantizedWeight) -> float | None:
     """Return the relative error of a product; None where it is fused with other operations."""
     if found is None:
         return None
