@@ -112,7 +112,7 @@ def test_a_record_goes_on_with_that_of_an_earlier_call_at_the_same_commit(bench,
         bench.gpu.begin_record(tmp_path / "a.json", "abd", [])
 
 
-def test_attention_of_a_library_is_compared_with_ours_and_one_that_is_missing_says_why(bench):
+def test_attention_of_a_library_is_compared_with_ours_and_one_that_is_missing_says_why(bench, device):
     class Doubled:
         def attend(self, q, k, v, step, spec):
             return 2 * attend(q, KvCache(k, v), step, spec)
@@ -122,7 +122,7 @@ def test_attention_of_a_library_is_compared_with_ours_and_one_that_is_missing_sa
             raise ConfigError("flashinfer is not installed")
         return Doubled()
 
-    missing, own, found = bench.libraries.library_rows(torch.device("cpu"), True, float("inf"), load)
+    missing, own, found = bench.libraries.library_rows(torch.device(device), True, float("inf"), load)
     assert missing == {"section": "libraries", "library": "flashinfer", "skipped": "flashinfer is not installed"}
     assert (own["library"], own["difference"]) == ("own", 0.0)
     assert (found["library"], found["difference"]) == ("flash_attn", pytest.approx(1.0, rel=0.01))
