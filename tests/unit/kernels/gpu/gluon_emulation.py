@@ -73,6 +73,10 @@ class Shared:
         self.flat.view(-1, rows, width).copy_(x.view(rows, -1, width).transpose(0, 1))
 
 
+class IncompleteError(AssertionError):
+    """A barrier misses arrivals or bytes, maybe as another partition has failed."""
+
+
 class Barrier:
     """A phase ends with the last arrival, when all bytes that are expected are there."""
 
@@ -93,7 +97,8 @@ class Barrier:
 
     def wait(self, parity):
         with self._changed:
-            assert self._changed.wait_for(lambda: self._phase & 1 != int(parity), _WAIT_S), "a barrier is never completed"
+            if not self._changed.wait_for(lambda: self._phase & 1 != int(parity), _WAIT_S):
+                raise IncompleteError("a barrier is never completed")
 
 
 class Product:
@@ -177,7 +182,8 @@ class GluonEmulation:
 
     def _copy(self, desc, place, barrier, box):
         row, column = (int(at) for at in place)
-        assert 0 <= row < len(desc.matrix)
+        if not 0 <= row < len(desc.matrix):
+            raise IndexError(f"row {row} of {len(desc.matrix)}")
         rows = desc.matrix[row : row + box.shape[0], column : column + box.shape[1]]
         box.store(torch.cat((rows, rows.new_zeros(box.shape[0] - len(rows), box.shape[1]))))
         barrier.update(0, -math.prod(box.shape) * box.dtype.itemsize)
@@ -232,5 +238,7 @@ def _allocate(dtype, shape, layout):
 
 def _specialise(partitions, worker_num_warps, worker_num_regs):
     with ThreadPoolExecutor(len(partitions)) as pool:
-        for partition in [pool.submit(function, *arguments) for function, arguments in partitions]:
-            partition.result()
+        started = [pool.submit(function, *arguments) for function, arguments in partitions]
+    errors = [error for partition in started if (error := partition.exception()) is not None]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, IncompleteError))

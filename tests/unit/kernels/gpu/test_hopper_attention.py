@@ -1,5 +1,7 @@
 """Attention of prompts by the kernel for Hopper: in an emulation of Gluon, and on a GPU that runs it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from quire.kernels.triton.hopper_attention import attend_prompts_launch, runs_on
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
+from tests.unit.kernels.gpu import gluon_emulation
 from tests.unit.kernels.gpu.gluon_emulation import GluonEmulation
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
@@ -99,6 +102,18 @@ def test_it_is_used_only_where_the_table_says_so_and_it_computes_such_attention(
         for head_dim, block_size, dtype in ((80, 64, BF16), (64, 16, BF16), (64, 64, torch.float32)):
             spec = spec_of((2, 1), head_dim)
             assert launch_of(make_case([100], [100], spec, block_size, dtype), spec)[0] is None
+
+
+@pytest.mark.parametrize("name", ["block_tables_ptr", "context_lens_ptr", "out_ptr", "k_desc"])
+def test_the_emulation_refuses_what_lies_outside_of_a_tensor(on_hopper, monkeypatch, name):
+    monkeypatch.setattr(gluon_emulation, "_WAIT_S", 0.1)  # for what is never copied
+    spec = spec_of((2, 1), 64)
+    with using(table()):
+        launch, _ = launch_of(make_case([100], [100], spec, 64, BF16), spec)
+    cut = launch.arguments[name]
+    cut = dataclasses.replace(cut, tensor=cut.tensor[:1], shape=(64, 64)) if name == "k_desc" else cut.flatten()[:-1]
+    with pytest.raises(IndexError):
+        GluonEmulation(hopper_attention_kernels).run(launch._replace(arguments=launch.arguments | {name: cut}))
 
 
 def test_only_a_gpu_that_it_is_for_runs_it(device):

@@ -81,7 +81,8 @@ def test_the_interpreter_is_refused_when_the_environment_does_not_ask_for_it(mac
 
 def test_methods_that_are_not_there_on_a_gpu_are_refused_by_name(machine):
     machine(1)
-    message = "not supported on a GPU yet: speculative_config with method 'self' .there are ngram, suffix, .*device='cpu'"
+    message = "not supported on a GPU yet: speculative_config with method 'self' .there are ngram, suffix, .*; "
+    message += "a draft by half of the layers takes half a step, that of a head one layer.*device='cpu'"
     with pytest.raises(ConfigError, match=message):
         choose("auto", speculative_config={"method": ["self", "ngram"], "skipped_layers": [1]})
     with pytest.raises(ConfigError, match="speculative_config with quantization 'int8' of a head .choose null"):
