@@ -557,7 +557,7 @@ class LLMEngine:
 
     def rebalance_experts(self) -> bool:
         """Begin to move experts between ranks by the load of the last steps; they move between the next steps, and each move
-        is logged. False: they are being moved already. Raises ConfigError without enable_eplb."""
+        is logged. False: they are being moved already, or there is no thread for it. Raises ConfigError without enable_eplb."""
         return self.runner.rebalance_experts()
 
     @property

@@ -114,12 +114,9 @@ class ContextRanks:
         num_chunks = -(-width // (per_chunk * self.size))
         index = torch.arange(num_chunks * per_chunk, device=lengths.device)
         entries = (index // per_chunk * self.size + before[:, None]) * per_chunk + index % per_chunk
-        tables, lengths, most = (
-            step.block_tables.gather(1, entries.clamp_(max=width - 1)),
-            own.to(torch.int32),
-            num_chunks * CHUNK,
-        )
-        return replace(step, context_lens=lengths, block_tables=tables, max_context_len=most, plans={}, _tiles={})
+        tables, own = step.block_tables.gather(1, entries.clamp_(max=width - 1)), own.to(torch.int32)
+        most = num_chunks * CHUNK
+        return replace(step, context_lens=own, block_tables=tables, max_context_len=most, plans={}, _tiles={})
 
     def most_recorded(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
         """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none; specs: what each rank runs. They

@@ -132,8 +132,7 @@ class ExpertRebalancer:
             self.start()
 
     def start(self) -> bool:
-        """Begin to rebalance, from the load of the window; False: experts are being moved already, or no thread
-        can be started."""
+        """Begin to rebalance, from the load of the window; False: they are being moved already, or there is no thread."""
         if self.is_active:
             return False
         load = self._window.load(self._read())

@@ -212,7 +212,7 @@ class LeaderExecutor(CpuStepExecutor):
         )
 
     def rebalance_experts(self) -> bool:
-        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        """Begin to balance the experts over the ranks by the load of the last steps; False: see ExpertRebalancer.start.
         After move_experts."""
         if self._rebalancer is None:
             raise InvariantError("experts do not move: move_experts was not called")

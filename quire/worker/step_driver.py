@@ -72,7 +72,7 @@ class EngineRunner(Runner, Protocol):
         ...
 
     def rebalance_experts(self) -> bool:
-        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        """Begin to balance the experts over the ranks by the load of the last steps; False: see ExpertRebalancer.start.
         Raises ConfigError where experts do not move."""
         ...
 

@@ -233,7 +233,8 @@ class EngineLoop:
         delta = RequestDelta(command.request_id, [], True)
         try:
             if not self._engine.rebalance_experts():
-                delta.error, delta.is_refused = "the experts are being moved already: wait until that has ended", True
+                delta.error = "the experts are being moved already, or the system has no thread for it: try again later"
+                delta.is_refused = True
         except ConfigError as error:
             delta.error, delta.is_refused = str(error), True
         self._replies.append(delta)

@@ -129,7 +129,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         )
 
     def rebalance_experts(self) -> bool:
-        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        """Begin to balance the experts over the ranks by the load of the last steps; False: see ExpertRebalancer.start.
         After move_experts."""
         if self._rebalancer is None:
             raise InvariantError("experts do not move: move_experts was not called")

@@ -468,6 +468,18 @@ def test_cut_or_silent_link_keeps_the_whole_pages_of_before(tcp, cut_after, is_s
     server.close()
 
 
+def test_server_that_says_nothing_more_on_a_kept_connection_is_given_up(tcp):
+    server = PageServer(tcp, IDENTITY, Source())
+    link = Link(server.address, cut_after=20_000, is_silent=True)
+    with Pair(tcp, peer=link.address, silence_s=0.3) as pair:
+        outcomes = [finish(pair.pull())]
+        while outcomes[-1] == "complete":
+            outcomes.append(finish(pair.pull()))
+        assert (outcomes[0], outcomes[-1], pair.client.is_available) == ("complete", "lost", False)
+    link.close()
+    server.close()
+
+
 def test_slow_link_is_no_lost_link_and_may_be_given_up(tcp):
     server = PageServer(tcp, IDENTITY, Source())
     link = Link(server.address, bytes_per_s=2000)

@@ -372,7 +372,11 @@ def test_sleep_that_is_overtaken_by_wake_up_is_answered_with_an_error(engine):
 
 @pytest.mark.parametrize(
     ("started", "error"),
-    [(None, "start it with enable_expert_parallel and enable_eplb"), (False, "are being moved already"), (True, None)],
+    [
+        (None, "start it with enable_expert_parallel and enable_eplb"),
+        (False, "already, or the system has no thread"),
+        (True, None),
+    ],
     ids=["without-eplb", "busy", "started"],
 )
 def test_rebalancing_of_experts_is_answered(engine, monkeypatch, started, error):
