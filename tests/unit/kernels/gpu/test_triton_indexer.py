@@ -67,16 +67,20 @@ def test_queries_attend_to_the_keys_that_the_reference_chooses(
     torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("num_multiprocessors", [1, 132])
-def test_chosen_keys_are_split_unless_queries_fill_the_device(num_multiprocessors, device, monkeypatch):
-    monkeypatch.setattr(tiles, "device_traits", lambda: replace(HOPPER, num_multiprocessors=num_multiprocessors))
+@pytest.mark.parametrize("is_in_order", [False, True])
+def test_chosen_keys_are_split_unless_queries_fill_the_device(is_in_order, device, monkeypatch):
     q, index, caches, step, latent, spec = make_case([300], [7], None, 64, 280)
     expected = attend_indexed(q, choose_all(index, caches[1], step, spec), caches[0], step, latent)[..., 8:]
     inputs = IndexInputs(*(part.to(device) for part in (index.heads, index.weights, caches[1])))
-    chosen = choose_keys(inputs, 64, DeviceAttentionMetadata.of(step, device), spec)
-    found = attend_chosen(q.to(device), chosen, caches[0].to(device), latent)
-    torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
-    assert len(chosen[0].plans) == (num_multiprocessors > 1)
+    found = {}
+    for count in (1, 132):
+        traits = replace(HOPPER, num_multiprocessors=count)
+        monkeypatch.setattr(tiles, "device_traits", lambda traits=traits: traits)
+        chosen = choose_keys(inputs, 64, DeviceAttentionMetadata.of(step, device), spec)
+        found[count] = attend_chosen(q.to(device), chosen, caches[0].to(device), latent, is_in_order)
+        torch.testing.assert_close(found[count].cpu(), expected, atol=2e-6, rtol=2e-6)
+        assert len(chosen[0].plans) == (count > 1)
+    assert not is_in_order or torch.equal(found[1], found[132])
 
 
 def test_lower_keys_come_first_where_scores_are_equal(device):
