@@ -154,7 +154,8 @@ def test_logits_are_those_of_one_rank_when_ranks_divide_prompts(name, size, dtyp
         return found_by(decoder, pool, size, steps)
 
     for found in run_threads(size, run, timeout_s=300):
-        check(expected, found, is_in_order)
+        # The bits of a row in a product by OpenBLAS may depend on its place among others, which is another on ranks.
+        check(expected, found, is_in_order and name != "latent")
     per_step = len(spec.layers) * (1 if name == "latent" else 2) * (2 if dtype in ("int8", "fp8") else 1) + 1
     num_divided = sum(max(new.values()) >= 26 for new in steps)
     assert communicators[0].counts["all_gather"].num_calls == num_divided * per_step
