@@ -19,7 +19,7 @@ from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import CompiledKernel, compile_launch
-from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits, device_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
@@ -148,12 +148,7 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     choose_traits(traits)
     base = TileTable(name, traits.name, choose_table(name, traits.name).rules)
     limits = Limits(traits.shared_bytes)
-    cases = [
-        case for case in tuning_cases(device) if (case.kernel not in _NOT_RUN if kernels is None else case.kernel in kernels)
-    ]
-    if not cases:
-        known = ", ".join(dict.fromkeys(case.kernel for case in tuning_cases(device)))
-        raise ConfigError(f"no kernel of {', '.join(kernels or ())} is tuned; there are {known}")
+    cases = choose_cases(tuning_cases(device), kernels, name)
     inspected: dict[str, CompiledKernel] = {}
 
     def inspect(launch: Launch) -> CompiledKernel:
@@ -168,6 +163,15 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def choose_cases(cases: Sequence[TuningCase], kernels: Sequence[str] | None, device: str) -> list[TuningCase]:
+    """Return the cases of these kernels, or of all that have run on a GPU. Raises ConfigError for a name that no case has."""
+    known = list(dict.fromkeys(case.kernel for case in cases))
+    chosen = [kernel for kernel in known if kernel not in _NOT_RUN] if kernels is None else kernels
+    if unknown := [kernel for kernel in chosen if kernel not in known]:
+        raise ConfigError(f"--kernel must be one of {', '.join(known)} on {device}, got {', '.join(unknown)}")
+    return [case for case in cases if case.kernel in chosen]
 
 
 def _measure_on_gpu(launches: Sequence[Launch | WidenedProduct]) -> float:
@@ -192,24 +196,27 @@ def _measure_on_gpu(launches: Sequence[Launch | WidenedProduct]) -> float:
 
 
 def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase]:
-    """Return the cases: bf16 activations in the shapes of Qwen3-8B and 30B-A3B; tiny ones have few tokens, for tests."""
-    shapes = _Shapes(device, is_tiny)
+    """Return the cases of the GPU in use: bf16 activations in the shapes of Qwen3-8B and 30B-A3B; tiny ones have few tokens."""
+    shapes, traits = _Shapes(device, is_tiny), device_traits()
     cases = [
         shapes.attention("attention-short" if is_decode else "attention-long", head_dim, kv_dtype)
         for is_decode in (True, False)
         for head_dim in (64, 128, 256)
-        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn if traits.has_float8 else torch.int8)
     ]
-    cases += [shapes.prompts(head_dim) for head_dim in (64, 128)]
+    if traits.is_hopper:
+        cases += [shapes.prompts(head_dim) for head_dim in (64, 128)]
     sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
     cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
-    cases += [shapes.many(most) for most in (128, WIDENED_FROM - 1, 512, _MANY_TOKENS)]
+    if traits.is_hopper:
+        cases += [shapes.many(most) for most in (128, WIDENED_FROM - 1, 512, _MANY_TOKENS)]
     cases += [
         shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
     ]
-    cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
+    if traits.has_float8:
+        cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
     return cases + [shapes.experts(most) for most in (8, 32, 64, _MANY_TOKENS)]
 
 

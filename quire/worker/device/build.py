@@ -369,7 +369,7 @@ def choose_tiles(config: EngineConfig, device: torch.device) -> None:
         if not traits.is_hopper:
             logger.warning(
                 "quire has not been run on a GPU of compute capability %s yet: its kernels are compiled for it and were tested "
-                "on other GPUs and in Triton's interpreter; see docs/guides/gpu.md",
+                "on other GPUs and in Triton's interpreter; run `quire tune` once, as its tiles were not measured either",
                 traits.name,
             )
     elif config.tile_table is not None:

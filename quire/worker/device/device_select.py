@@ -59,7 +59,9 @@ def library_device(config: EngineConfig) -> torch.device | None:
 
 
 def _no_cuda(name: str) -> ConfigError:
-    return ConfigError(f"device is {name!r}, but torch {torch.__version__} finds no CUDA device here; choose 'auto' or 'cpu'")
+    built = "" if torch.version.cuda else ", which was built without CUDA,"
+    found = f"torch {torch.__version__}{built} finds no CUDA device here"
+    return ConfigError(f"device is {name!r}, but {found}; choose 'auto' or 'cpu'")
 
 
 def _nth_device(name: str, index: int) -> torch.device:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.bench.tuning import Limits, TuningCase, tune, tune_device, tuning_cases
+from quire.bench.tuning import Limits, TuningCase, choose_cases, tune, tune_device, tuning_cases
 from quire.kernels.triton import tile_table, tiles
 from quire.kernels.triton.compiling import CompiledKernel
+from quire.kernels.triton.device_traits import DeviceTraits, using_traits
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, choose_table, read_tables, user_path, using
 
@@ -182,3 +183,19 @@ def test_tuning_is_refused_without_a_gpu(tmp_path):
     with pytest.raises(ConfigError, match="finds none here"):
         tune_device(tmp_path / "table.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arch", [80, 86])
+def test_what_a_gpu_does_not_compile_is_not_tuned_on_it(arch, device):
+    with using_traits(DeviceTraits.of_arch(arch)):
+        cases = tuning_cases(device, is_tiny=True)
+        launches = [launch for case in cases if case.kernel.startswith("attention") for launch in case.make()]
+    assert not {"float8", "attention-prompts", "linear-many"} & {case.kernel for case in cases}
+    dtypes = {value.dtype for launch in launches for value in launch.arguments.values() if isinstance(value, torch.Tensor)}
+    assert torch.int8 in dtypes
+    assert FP8 not in dtypes
+
+
+def test_a_kernel_that_is_not_tuned_is_refused_beside_others():
+    with pytest.raises(ConfigError, match="--kernel must be one of linear on NVIDIA H200, got lineal$"):
+        choose_cases([fake_case([])], ["linear", "lineal"], H200)
