@@ -86,13 +86,15 @@ def tune(
     limits: Limits,
     measure: Callable[[Sequence[Launch | WidenedProduct]], float],
     inspect: Callable[[Launch], CompiledKernel],
+    save: Callable[[TileTable], object] = lambda table: None,
 ) -> TileTable:
-    """Return a table with the fastest tile for each case.
+    """Return a table with the fastest tile for each case. Tiles that do not compile or run are left out, with a warning.
 
     base     the table with the present tile of each case, and of kernels that are not tuned; tiles that were found count for
              the cases after theirs
     measure  returns the seconds that launches take
     inspect  compiles a launch: tiles over the limits are not run
+    save     gets the table after each case
     """
     rules: dict[str, list[TileRule]] = {}
     for case in cases:
@@ -100,19 +102,25 @@ def tune(
         best, best_s, first_s = present, float("inf"), float("inf")
         for tile in [present, *(tile for tile in case.candidates if tile != present)]:
             with using(_table(base, {case.kernel: [TileRule({}, tile)]}).over(_table(base, rules)).over(base)):
-                launches = case.make()
-                if not _is_within(launches, limits, inspect):
+                try:
+                    launches = case.make()
+                    if not _is_within(launches, limits, inspect):
+                        continue
+                    seconds = measure(launches)
+                except Exception as error:  # noqa: BLE001 - the compiler's are of many types
+                    kind = type(error).__name__
+                    logger.warning("the tile %s of %s is left out: %s: %s", dict(tile), case.kernel, kind, error)
                     continue
-                seconds = measure(launches)
             if tile is present:
                 first_s = seconds
             if seconds < min(best_s, first_s * (1 - _LEAST_GAIN)) or tile is present:
                 best, best_s = tile, seconds
         if best_s == float("inf"):
-            logger.warning("no tile of %s for %s is within the limits of %s", case.kernel, dict(case.when), base.device)
+            logger.warning("no tile of %s for %s runs within the limits of %s", case.kernel, dict(case.when), base.device)
             continue
         logger.info("%s %s: %s, %.1f us, before %.1f us", case.kernel, dict(case.when), dict(best), best_s * 1e6, first_s * 1e6)
         rules.setdefault(case.kernel, []).append(TileRule(case.when, best))
+        save(_table(base, rules))
     return _table(base, rules)
 
 
@@ -158,10 +166,13 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
             inspected[key] = compile_launch(launch, traits.arch)
         return inspected[key]
 
-    found = tune(cases, base, limits, _measure_on_gpu, inspect)
     path = user_path(name) if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def save(table: TileTable) -> None:
+        path.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    save(tune(cases, base, limits, _measure_on_gpu, inspect, save))
     return path
 
 

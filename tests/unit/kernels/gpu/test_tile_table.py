@@ -132,6 +132,29 @@ def test_tuning_takes_the_fastest_tile_within_the_limits():
     assert measured == [4, 8, 5]
 
 
+def test_tuning_leaves_out_tiles_that_do_not_compile_or_run_and_saves_what_it_has_after_each_case(caplog):
+    base = read_tables(tile_table.SHIPPED)[0]
+    present, saved = base.find("linear", {"dtype": "bfloat16", "tokens": 16}), []
+    broken, failing, fine = ({**present, "num_stages": stages} for stages in (5, 6, 7))
+
+    def measure(launches):
+        if launches[0].num_stages in (4, 6):
+            raise RuntimeError("CUDA error")
+        return 1.0
+
+    def inspect(launch):
+        if launch.num_stages == 5:
+            raise ValueError("does not compile")
+        return compiled()
+
+    cases = [fake_case([broken, failing]), fake_case([broken, failing, fine])]
+    found = tune(cases, base, Limits(1), measure, inspect, saved.append)
+    assert [rule.tile for rule in found.rules["linear"]] == [fine]
+    assert [table.rules for table in saved] == [found.rules]
+    assert "left out: ValueError: does not compile" in caplog.text
+    assert "no tile of linear" in caplog.text
+
+
 def test_tuning_compares_the_product_for_hopper_with_what_is_used_otherwise(device):
     for case in (case for case in tuning_cases(device, is_tiny=True) if case.kernel == "linear-many"):
         for launch in case.make():
