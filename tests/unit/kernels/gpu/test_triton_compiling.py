@@ -249,7 +249,7 @@ FUSED_LIMITS = {
     "projected-group16": (168, {**_MERGING, "wide_copies": 64}),
     "projected-f32": (128, {**_FETCHING, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
 }
-STACK = {"projected-fp8": 8, "projected-int8": 8, "moe-float8-4096": 8}
+STACK = {"projected-fp8": 8, "projected-int8": 8, "moe-float8-4096": 8, "decode-small-values-window": 16}
 """Bytes of registers that may be spilled, outside of loops."""
 EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")} | {
     "few-qkv": 9,
