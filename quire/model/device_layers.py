@@ -117,11 +117,11 @@ class ExpertBranches:
         assert spec.branch_norm is not None
         names = ("experts_in", "experts_out", "shared_out")
         self._experts_in, self._experts_out, self._shared_out = (Norm(spec.branch_norm, own[f"{n}.weight"]) for n in names)
-        self._bare, self._factors = spec.branch_norm, own["router_in.weight"]
+        self._norm, self._factors = spec.branch_norm, own["router_in.weight"]
 
     def inputs(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the router and the experts read, [T, hidden_size] each."""
-        routed = unit_rows(residual, self._bare).to(residual.dtype) * self._factors * residual.shape[-1] ** -0.5
+        routed = unit_rows(residual, self._norm).to(residual.dtype) * self._factors * residual.shape[-1] ** -0.5
         return routed, normalize(residual, self._experts_in)
 
     def join(self, shared: Tensor, experts: Tensor) -> Tensor:

@@ -61,11 +61,12 @@ class DeviceLinear:
         weight = self.parts[index]
         whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
-            if not self.is_in_order and (found := multiply_many(x, weight, bias)) is not None:
-                return found if out is None else out.copy_(found)
-            is_float8 = not self.is_in_order and suits_float8(x, weight)
-            if is_float8 or self.is_in_order or x.shape[0] < WIDENED_FROM:
-                found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
+            found = None if self.is_in_order else multiply_many(x, weight, bias)
+            if found is None:
+                is_float8 = not self.is_in_order and suits_float8(x, weight)
+                if is_float8 or self.is_in_order or x.shape[0] < WIDENED_FROM:
+                    found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
+            if found is not None:
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)
             weight = widen(weight, x.dtype)
