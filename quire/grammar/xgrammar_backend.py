@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -67,9 +68,10 @@ class XgrammarBackend:
         self._sandbox = sandbox
         self._end_token_id = vocabulary.end_token_id
         self._spelling = vocabulary.spelling
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
+        folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)  # also where it is not closed
         tokens = token_texts(vocabulary)
-        self._file = self._folder / "vocabulary.json"
+        self._file = folder / "vocabulary.json"
         known = {"tokens": [token.decode("latin-1") for token in tokens], "special": SpecialTexts.of(vocabulary).ids}
         self._file.write_text(json.dumps(known))
         self._info = make_tokenizer_info(tokens)
@@ -88,7 +90,7 @@ class XgrammarBackend:
 
     def close(self) -> None:
         """See Backend."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
 
 
 def token_texts(vocabulary: Vocabulary) -> list[bytes]:
