@@ -438,12 +438,16 @@ class Link:
         except OSError:
             return
         finally:
-            for sock in (source, target):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            self._shut_down(source, target)
+
+    def _shut_down(self, *sockets):
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self):
         self._is_closed.set()
+        self._shut_down(*self._sockets)  # close alone does not end a connection that a thread reads
         for sock in self._sockets:
             sock.close()
 
