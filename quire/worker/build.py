@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -78,6 +78,10 @@ def warn_replaced(config: EngineConfig, report: ModelReport) -> None:
         logger.warning("kv_cache_dtype is %s: a latent row, key and value in one, is %s", config.kv_cache_dtype, kv.dtype)
     if config.dtype == "float16" and report.device == "cpu" and uses_native_kernels(config, report.spec):
         logger.warning("dtype is float16: weights are, but the CPU's kernels compute in float32; the KV cache is %s", kv.dtype)
+    for option in fields(config) if report.device == "cpu" else ():
+        value = getattr(config, option.name)
+        if option.name in ("gpu_memory_utilization", "enforce_eager") and value != option.default:
+            logger.warning("%s is %s: it is for GPUs, and has no effect on a CPU", option.name, value)
 
 
 def _build_on_cpu(config: EngineConfig, report: ModelReport, slab: HostSlab | None) -> tuple[StepDriver, ModelReport]:

@@ -59,7 +59,7 @@ def test_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, monkeyp
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 def test_what_is_used_in_place_of_an_option_is_said(tiny_model, caplog):
-    config = EngineConfig(model=str(tiny_model), dtype="float16", kv_cache_dtype="k8v4")
+    config = EngineConfig(model=str(tiny_model), dtype="float16", kv_cache_dtype="k8v4", enforce_eager=True)
     report = inspect_model(config)
     assert report.memory.kv.dtype == "k8v4"
     attention = replace(
@@ -67,10 +67,11 @@ def test_what_is_used_in_place_of_an_option_is_said(tiny_model, caplog):
     )
     spec = replace(report.spec, layers=(replace(report.spec.layers[0], attention=attention),))
     warn_replaced(config, replace(report, memory=replace(report.memory, kv=KvSpec.of(spec, 16, "k8v4"))))
-    assert [record.getMessage()[:25] for record in caplog.records] == ["kv_cache_dtype is k8v4: a", "dtype is float16: weights"]
+    starts = ["kv_cache_dtype is k8v4: a", "dtype is float16: weights", "enforce_eager is True: it"]
+    assert [record.getMessage()[:25] for record in caplog.records] == starts
     assert all(text in caplog.text for text in ("in one, is int8", "in float32; the KV cache is int8"))
     warn_replaced(EngineConfig(model=str(tiny_model)), report)
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 3
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
