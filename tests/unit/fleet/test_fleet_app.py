@@ -223,7 +223,7 @@ def test_client_that_goes_while_its_model_loads_leaves_the_queue():
             while "a" not in fleet.backends or not fleet.backends["a"].requests:
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):
-                await fleet.post("b", timeout=0.2)
+                await fleet.post("b", timeout=httpx.Timeout(20, read=0.2))
             async with asyncio.timeout(10):
                 while fleet.manager.num_waiting:
                     await asyncio.sleep(0.01)
