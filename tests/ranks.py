@@ -91,7 +91,7 @@ def command_lines_of_children(pid: int) -> dict[int, str]:
     return found
 
 
-def wait_until(is_so, limit_s=30.0):
+def wait_until(is_so, limit_s=60.0):
     """Wait so long at most; return whether it is so."""
     end_s = time.monotonic() + limit_s
     while not is_so() and time.monotonic() < end_s:

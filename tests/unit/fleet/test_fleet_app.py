@@ -198,7 +198,7 @@ def test_crash_in_the_middle_of_a_stream_ends_it_and_the_next_request_is_told_to
             assert broken.text.startswith('data: {"n": 1}')
             assert "backend_failed" in broken.text
             fleet.process.crash()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(50):
                 while (await fleet.states())["a"] != "unloaded":
                     await asyncio.sleep(0.01)
             refused = await fleet.post("a")
@@ -224,7 +224,7 @@ def test_client_that_goes_while_its_model_loads_leaves_the_queue():
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):
                 await fleet.post("b", timeout=httpx.Timeout(20, read=0.2))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(50):
                 while fleet.manager.num_waiting:
                     await asyncio.sleep(0.01)
             may_answer.set()
@@ -237,7 +237,7 @@ def test_client_that_goes_while_its_model_loads_leaves_the_queue():
 def test_ready_waits_for_preload_and_metrics_show_models():
     async def work():
         async with serving("a", "b", fields={"a": {"preload": True}}) as fleet:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(50):
                 while (await fleet.client.get("/ready")).status_code != 200:
                     await asyncio.sleep(0.01)
             assert (await fleet.states())["a"] == "loaded"
