@@ -43,7 +43,7 @@ def run(gpu_tests, tmp_path):
 
 
 def run_in(folder, gpu_tests, names, limit_s, at_once=2):
-    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-c", CODES[name]], limit_s, at_once, folder)
+    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-S", "-c", CODES[name]], limit_s, at_once, folder)
     return {row["file"]: row for row in found}
 
 
