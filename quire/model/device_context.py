@@ -6,7 +6,7 @@ results of all chunks are gathered, and merged in the order of the keys. For run
 which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
 chunks at the same positions.
 
-Decode steps without host_context_lens, which are recorded, have the sizes of max_context_len: the device finds the keys here.
+Decode steps without host_context_lens, which are captured, have the sizes of max_context_len: the device finds the keys here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quire.kernels.triton.tiles import CHUNK
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
 
-RECORDED_BYTES = 16 << 20
+CAPTURED_BYTES = 16 << 20
 """Of results that a layer gathers in a CUDA graph at most; estimated: 0.1 ms at 200 GB/s, less than 15 launches of 12 us."""
 
 
@@ -118,12 +118,12 @@ class ContextRanks:
         most = num_chunks * CHUNK
         return replace(step, context_lens=own, block_tables=tables, max_context_len=most, plans={}, _tiles={})
 
-    def most_recorded(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
-        """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none; specs: what each rank runs. They
+    def most_captured(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
+        """Return up to how many sequences decode steps `is_in_order` are captured, 0: none; specs: what each rank runs. They
         gather results of as many chunks as contexts may have."""
         own = [layer.attention for spec in specs for layer in spec.layers if layer.attention != NO_ATTENTION]
         most = max(_result_bytes(each) * _most_chunks(each, max_model_len) for each in own)
-        return RECORDED_BYTES // (self.size * most)
+        return CAPTURED_BYTES // (self.size * most)
 
     def own_blocks(self, blocks: Tensor, blocks_per_rank: int) -> Tensor:
         """Return blocks [N] i64 to copy as this rank counts them; those of others become the spare one behind its own."""

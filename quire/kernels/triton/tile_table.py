@@ -78,7 +78,7 @@ class TileTable:
 def _find(
     table: TileTable, traits: DeviceTraits, kernel: str, items: tuple[tuple[str, Number], ...]
 ) -> Mapping[str, int | bool]:
-    """Return the tile; remembered, as every layer of every step that is not recorded asks for it."""
+    """Return the tile; remembered, as every layer of every step that is not captured asks for it."""
     shape = {"matrix_instruction": traits.matrix_instruction, "shared_kib": traits.shared_bytes >> 10, **dict(items)}
     for rule in table.rules.get(kernel, ()):
         if rule.holds(shape):

@@ -37,7 +37,7 @@ from quire.speculate.proposer import Proposer
 from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.graphs import GraphCapturer, StepGraphs
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import most_step_tokens
 from quire.worker.device.precompile import Order, Precompilation, arch_of
@@ -50,14 +50,14 @@ class DraftedModel(NamedTuple):
     """The model that is drafted for, on its device.
 
     sizes     of its steps
-    recorder  of steps; None: they are launched one by one
+    capturer  of steps; None: they are launched one by one
     """
 
     config: EngineConfig
     report: ModelReport
     decoder: DeviceDecoder
     sizes: StepSizes
-    recorder: GraphRecorder | None
+    capturer: GraphCapturer | None
 
     @property
     def drafting(self) -> SpeculativeConfig:
@@ -129,7 +129,7 @@ class _StepDrafter(Drafter):
         self._decoder, self._sizes = decoder, sizes
         self._p_min = target.drafting.p_min_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
-        self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.capturer))
         self._executor.compilation = compilation
         self.block_bytes, self.executors = kv.bytes_per_block, (self._executor,)
 

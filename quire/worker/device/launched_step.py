@@ -26,7 +26,7 @@ class StepSizes(NamedTuple):
     """The largest step, and the longest sequence.
 
     max_num_drafts  drafts of a step at most; a token is sampled after each
-    has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
+    has_drafts      whether steps with drafts are to be expected, so that small ones are captured, too
     has_trees       whether some of these are trees
     has_processors  whether the device applies logits processors, and finds log probabilities
     num_stages      of a pipeline: steps in flight, each of other sequences; 1: there is none

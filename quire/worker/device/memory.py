@@ -172,17 +172,17 @@ class DeviceUsage:
     activation_bytes: int
 
 
-class Recordings(NamedTuple):
+class Captures(NamedTuple):
     """CUDA graphs.
 
-    samples         records steps of every sort, the largest first, and runs them: what all share is there then, and code
-    copies          records one of the largest steps so many times more, and runs them: what each has of its own
-    num_recordings  how many there may be in all
+    samples     captures steps of every sort, the largest first, and runs them: what all share is there then, and code
+    copies      captures one of the largest steps so many times more, and runs them: what each has of its own
+    num_graphs  how many there may be in all
     """
 
     samples: Callable[[], None]
     copies: Callable[[int], None]
-    num_recordings: int
+    num_graphs: int
 
 
 class MemoryBefore(NamedTuple):
@@ -193,26 +193,26 @@ class MemoryBefore(NamedTuple):
 
 
 def measure_usage(
-    memory: DeviceMemory, before: MemoryBefore, run_full: Callable[[], None], recordings: Recordings | None
+    memory: DeviceMemory, before: MemoryBefore, run_full: Callable[[], None], captures: Captures | None
 ) -> DeviceUsage:
     """Return what a loaded model takes.
 
-    run_full    runs the largest step
-    recordings  None where no steps are recorded
+    run_full  runs the largest step
+    captures  None where no steps are captured
     """
     weight_bytes = memory.allocated() - before.allocated_bytes
     activation_bytes = memory.peak_of(run_full)
-    taken, recording_bytes = 0, 0
-    if recordings is not None:
-        shared = memory.taken_by(recordings.samples)
-        copies = memory.taken_by(lambda: recordings.copies(_NUM_COPIES))
+    taken, graph_bytes = 0, 0
+    if captures is not None:
+        shared = memory.taken_by(captures.samples)
+        copies = memory.taken_by(lambda: captures.copies(_NUM_COPIES))
         each = -(-(copies + _DRIVER_BYTES) // _NUM_COPIES)
-        taken, recording_bytes = shared + copies, shared + _LATER_BYTES + recordings.num_recordings * each
+        taken, graph_bytes = shared + copies, shared + _LATER_BYTES + captures.num_graphs * each
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
     foreign_bytes = max(0, total - before.free_bytes, total - free - weight_bytes - taken)
     step_bytes = max(round(activation_bytes * _SLACK), SCRATCH_BYTES)
-    return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + recording_bytes)
+    return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + graph_bytes)
 
 
 def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:

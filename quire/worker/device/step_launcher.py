@@ -54,7 +54,7 @@ from quire.worker.device.mixed_step import (
     exact_sizes,
     exact_step,
     fill_tiles,
-    most_recorded_tokens,
+    most_captured_tokens,
     padded_sizes,
     padded_step,
     short_runs,
@@ -94,18 +94,18 @@ class StepLauncher:
         self.padding_slot, self._homes = sizes.num_slots, Homes.of(decoder)
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
-        is_recording = graphs.is_recording and library is None and decoder.records_prompts
+        captures_prompts = graphs.is_enabled and library is None and decoder.captures_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
             specs = self._stage.rank_specs
             self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
         most = sizes.max_num_seqs
         if decoder.ranks is not None and decoder.ranks.context is not None and decoder.is_in_order:
-            most = min(most, decoder.ranks.context.most_recorded(specs, sizes.max_model_len))
+            most = min(most, decoder.ranks.context.most_captured(specs, sizes.max_model_len))
         self.grid = GraphGrid(most, self._sampler.samplings, self._homes.size)
-        most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
-        # With homes steps with prompts are not recorded: each home would be padded to the tokens that one may have.
-        most_tokens = most_recorded if is_recording and self._homes.size == 1 else 0
+        most_captured = min(most_captured_tokens(each, sizes.max_num_batched_tokens) for each in specs)
+        # With homes steps with prompts are not captured: each home would be padded to the tokens that one may have.
+        most_tokens = most_captured if captures_prompts and self._homes.size == 1 else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
@@ -215,7 +215,7 @@ class StepLauncher:
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
-        """The kinds of steps that are recorded, what takes most memory first, of those with prompts and of the others."""
+        """The kinds of steps that are captured, what takes most memory first, of those with prompts and of the others."""
         return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.grid.keys)]
 
     def _with_adapters(self, keys: Sequence[GraphKey | PromptKey]) -> list[GraphKey | PromptKey]:
@@ -223,32 +223,32 @@ class StepLauncher:
         adapted = [] if self._adapters is None else [key._replace(has_adapters=True) for key in keys]
         return [*adapted, *keys]
 
-    def record_largest(self) -> None:
-        """Record steps of padding that take as much memory as any, and run them; what others need of it is there then."""
+    def capture_largest(self) -> None:
+        """Capture steps of padding that take as much memory as any, and run them; what others need of it is there then."""
         for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
-            self._record_and_run(keys[:1])
+            self._capture_and_run(keys[:1])
 
-    def record_samples(self) -> None:
+    def capture_samples(self) -> None:
         """Do the same with steps of every sort: what takes most memory, least, and as much as half of the kinds."""
-        self.record_largest()
+        self.capture_largest()
         for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
-            self._record_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
+            self._capture_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
 
-    def record_copies(self, count: int) -> None:
-        """Record the step with most launches so many times more, and run each."""
+    def capture_copies(self, count: int) -> None:
+        """Capture the step with most launches so many times more, and run each."""
         for key in self.keys[:1]:
-            self.record(key)  # what they read is on the device then
-            self.graphs.record_more(key, self.frames[key].run, count)
+            self.capture(key)  # what they read is on the device then
+            self.graphs.capture_more(key, self.frames[key].run, count)
 
-    def _record_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
+    def _capture_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
         for key in keys:
-            self.record(key)
-            self.record(key)  # its first launch takes memory, too
+            self.capture(key)
+            self.capture(key)  # its first launch takes memory, too
 
-    def record(self, key: GraphKey | PromptKey) -> None:
-        """Run a step of padding: recorded if it was before, else it is recorded."""
+    def capture(self, key: GraphKey | PromptKey) -> None:
+        """Run a step of padding: captured if it was before, else it is captured."""
         if isinstance(key, PromptKey):
-            self._record_prompts(key)
+            self._capture_prompts(key)
         else:
             # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
             step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
@@ -325,14 +325,14 @@ class StepLauncher:
         return frame
 
     def launch_mixed(
-        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
+        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_captured_tokens: int
     ) -> Launched:
         num_tokens, num_sampled, order = len(step.given_ids), len(step.logit_rows), None
         if self._homes.size > 1:
             step, order = by_home(step, self._homes, self.padding_slot)
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self._staged_kinds]
         key = None
-        if num_tokens <= most_recorded_tokens:
+        if num_tokens <= most_captured_tokens:
             key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
             key = None if key is None else key._replace(has_adapters=step.adapters is not None)
         shape = StepShape.of(step, () if order is None else order.sequences) if key is None else None
@@ -373,8 +373,8 @@ class StepLauncher:
     def run_staged(self, call: StagedCall, lists: Sequence[TileLists] = ()) -> tuple[Tensor | None, Tensor | None]:
         """Send what is in the staging buffer, and launch a call; return the logits and the hidden states of its step.
 
-        lists  the tiles of a step without a recording; none: they are found
-        Logits are None where it samples nothing. Hidden states are None of a recorded decode step, and may have padding.
+        lists  the tiles of a step without a graph; none: they are found
+        Logits are None where it samples nothing. Hidden states are None of a captured decode step, and may have padding.
         """
         if isinstance(call.key, GraphKey):
             frame = self._decode_frame(call.key)
@@ -433,7 +433,7 @@ class StepLauncher:
             parts = exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts
             staged = self.staging.arrange([*parts, *call.shape.parts])
         else:
-            raise InvariantError("a step with prompts is recorded, or has a shape")
+            raise InvariantError("a step with prompts is captured, or has a shape")
         return staged, self.staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
 
     def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
@@ -450,7 +450,7 @@ class StepLauncher:
         device_step = exact_step(shape, arrays, self._halves(tables)[0], lists, self.tile_kinds, self._library)
         return self._decoder.forward(ids, arrays["positions"], self._completed(device_step, arrays, tables), self._pool)
 
-    def _record_prompts(self, key: PromptKey) -> None:
+    def _capture_prompts(self, key: PromptKey) -> None:
         self.staging.wait()
         self.staging.holds = None
         frame = self._prompt_frame(key)

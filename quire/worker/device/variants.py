@@ -164,16 +164,16 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     pool = DeviceKvPool(kv, 2, _META, num_window_blocks=1)
-    executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
+    executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotCapturing()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
         # The engine begins with these; then come the first prompts and decode steps.
         one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        executor.record_samples()
+        executor.capture_samples()
         # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
         prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
         for key in [*prompts, *executor.grid.keys]:
-            executor.record(key)
+            executor.capture(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:
@@ -186,10 +186,10 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
     return list(dict.fromkeys(map(variant_of, launches)))
 
 
-class NotRecording:
-    """Stands for a recorder where nothing runs: steps have the sizes of recorded ones, and are launched one by one."""
+class NotCapturing:
+    """Stands for a capturer where nothing runs: steps have the sizes of captured ones, and are launched one by one."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return the step."""
         return step
 

@@ -22,8 +22,8 @@ import gpu_prompts
 FOREVER = float("inf")
 
 
-class Recorder:
-    def record(self, step):
+class Capturer:
+    def capture(self, step):
         step()
         return lambda: None
 
@@ -54,7 +54,7 @@ def product_kernels():
 
 def main():
     for module in (gpu_model, gpu_profile, gpu_prompts):
-        module.stamped_recorder = lambda _: gpu_launches.StampedRecorder(Recorder(), time.perf_counter)
+        module.stamped_capturer = lambda _: gpu_launches.StampedCapturer(Capturer(), time.perf_counter)
     gpu_model.Place.is_tiny = False
     gpu_model.serving_variants, gpu_model.compile_all = lambda *_: [], lambda *_: []  # tested by themselves
     gpu_model.GpuStepExecutor.read_sampled = lambda *_: None

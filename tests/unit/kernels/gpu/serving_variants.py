@@ -50,7 +50,7 @@ from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import Order, Precompilation, compile_all
 from quire.worker.device.variants import (
-    NotRecording,
+    NotCapturing,
     ServedHead,
     ServedModel,
     head_variants,
@@ -141,7 +141,7 @@ def missing_variants(model, kv_dtype, sizes):
 def missing_of(decoder, kv, sizes, found):
     """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
-    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
+    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(capturer)) for capturer in (None, NotCapturing())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(30):

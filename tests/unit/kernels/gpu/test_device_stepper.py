@@ -152,7 +152,7 @@ def test_full_steps_store_nothing_when_memory_is_measured(device):
     for cache in stepper.kv_pool.caches:
         cache.k.fill_(0.5), cache.v.fill_(0.5)
     stepper.run_full(7, 3, 64)
-    stepper.record(stepper.grid.keys[0])
+    stepper.capture(stepper.grid.keys[0])
     assert bool((whole_pool(stepper) == 0.5).all())
 
 

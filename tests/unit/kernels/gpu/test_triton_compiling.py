@@ -459,7 +459,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 9"}
     assert {row.get("what") for row in found["ranks"]} == {None, "tensor parallel", "context parallel"}
     assert {row.get("adapters") for row in found["adapters"]} == {0, 1, 2, None}
-    assert [row["is_forced"] for row in found["recorded-prompts"] if "is_forced" in row] == [False, True]
+    assert [row["is_forced"] for row in found["captured-prompts"] if "is_forced" in row] == [False, True]
     assert 1.5 < found["drafts"][0]["tokens_per_step"] <= 3
     assert found["libraries"][-2]["library"] == "own"
     for goal in GOALS:  # reads what sections write
