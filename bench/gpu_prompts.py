@@ -14,7 +14,7 @@ from gpu_profile import traced_rows
 
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
-_BY_RUNS = TileTable("any", "any", {"attention-prompts": (TileRule({}, {"is_specialized": False}),)})
+_BY_RUNS = TileTable("any", "any", {"attention-prefill-hopper": (TileRule({}, {"is_specialized": False}),)})
 
 
 def prompt_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:

@@ -28,11 +28,11 @@ from quire.kernels.triton.tiles import (
     ROWS_OF_DECODE,
     SPLIT_PROGRAMS,
     AttentionTile,
+    decode_attention_tile,
     in_order_attention_tile,
     is_filled,
-    long_attention_tile,
     most_chunks,
-    short_attention_tile,
+    prefill_attention_tile,
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,7 +157,7 @@ def attend_launches(
     if short.num_tiles:
         launches += _split_on_device(_short_call(out, q, cache, step, spec, sinks, short, is_in_order, slopes))
     if long.num_tiles:
-        tile = fixed or long_attention_tile(*kinds)
+        tile = fixed or prefill_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
         call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order, slopes, heads)
@@ -240,7 +240,7 @@ def _short_call(
 ) -> _Call:
     _, group, dim, *_ = heads = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
-    tile = in_order_attention_tile(*kinds) if is_in_order else short_attention_tile(dim, group, *kinds[1:])
+    tile = in_order_attention_tile(*kinds) if is_in_order else decode_attention_tile(dim, group, *kinds[1:])
     rows = power_of_two(tiles.num_queries * group, tile.rows)
     return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order, slopes, heads)
 
@@ -248,7 +248,7 @@ def _short_call(
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries per tile, and the maximum number of queries of a short sequence, for DeviceAttentionMetadata.tiles."""
     _, group, dim, *_ = _Heads.of(spec)
-    tile = (in_order_attention_tile if is_in_order else long_attention_tile)(dim, dtype, kv_dtype)
+    tile = (in_order_attention_tile if is_in_order else prefill_attention_tile)(dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
 
 

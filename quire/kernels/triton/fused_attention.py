@@ -18,7 +18,7 @@ from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import LARGEST_OF, Rope
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tiles import ROWS_OF_DECODE, few_attention, short_attention_tile
+from quire.kernels.triton.tiles import ROWS_OF_DECODE, decode_attention_tile, fused_attention_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MERGED_NUMBERS = 2048
@@ -55,8 +55,8 @@ class ProjectedAttention:
         spec, norms = self.spec, self.norms
         self._check(out, qkv, cache, step, positions)
         num_sequences, group = len(qkv), spec.num_heads // spec.num_kv_heads
-        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
-        chosen = few_attention(spec.num_kv_heads, spec.head_dim)
+        tile = decode_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
+        chosen = fused_attention_tile(spec.num_kv_heads, spec.head_dim)
         num_parts, chunk = most_chunks(spec.num_kv_heads), max(chosen.chunk, tile.keys)
         longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + chunk)
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)

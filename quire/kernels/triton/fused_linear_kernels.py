@@ -120,7 +120,7 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_few(
+def fused_linear(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
@@ -148,7 +148,7 @@ def multiply_few(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """Write BLOCK_N rows of the weight times every token; see fused_linear.multiply_few_launch.
+    """Write BLOCK_N rows of the weight times every token; see fused_linear.fused_linear_launch.
 
     TOKENS         1, or at least 8
     KIND           of activation.activated; -1: none

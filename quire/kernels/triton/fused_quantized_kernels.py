@@ -186,7 +186,7 @@ def _finish_token(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_few_codes(
+def fused_quantized_gemv(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -220,7 +220,7 @@ def multiply_few_codes(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """Write BLOCK_N rows of the weight times every token; see fused_quantized.multiply_codes_launch.
+    """Write BLOCK_N rows of the weight times every token; see fused_quantized.fused_quantized_launch.
 
     BLOCK          bytes of codes of a row that are processed at once
     FETCHED_BYTES  prefetched bytes of each row, after its first BLOCK bytes
@@ -324,7 +324,7 @@ def _input_operand(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_several_codes(
+def fused_quantized_gemm(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -358,7 +358,7 @@ def multiply_several_codes(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """As multiply_few_codes, with matrix units: warp w sums runs w, w + WARPS, ... of columns; the sums are added at the end.
+    """As fused_quantized_gemv, with matrix units: warp w sums runs w, w + WARPS, ... of columns; the sums are added at the end.
 
     RMSNorm's factor multiplies the sum, so that inputs are read once; in f16, whose range is small, the inputs.
 

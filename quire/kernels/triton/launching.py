@@ -122,8 +122,10 @@ def _has_whole_rows(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
 
 
-def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
+def check_contiguous(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless check_tensor accepts a tensor and it is contiguous."""
+    if tensor is None:
+        raise InvariantError(f"{name} is missing")
     sizes = tensor.shape
     if not (tensor.is_contiguous() and tensor.dtype in dtypes and (sizes == shape or _fits(sizes, shape))):
         check_tensor(name, tensor, shape, *dtypes)

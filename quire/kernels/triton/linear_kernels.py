@@ -282,7 +282,7 @@ def add_splits(
 
 
 @triton.jit
-def widen_rows(
+def dequantize_rows(
     ids_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("tiles.json")
 VARIABLE = "QUIRE_TILE_TABLE"
-_VERSION = 1
+_VERSION = 2
 
 Number = int | float | bool | str
 

@@ -116,15 +116,16 @@ def build_device_runner(
     for line in built.plan.describe().splitlines():
         logger.info(line)
     report, speculator = replace(report, memory=built.plan), None
+    drafting = () if built.drafter is None else built.drafter.executors
     try:
         if config.speculative_config is not None:
             limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
             there = {} if built.drafter is None else {built.drafter.method: built.drafter.proposer()}
             speculator = build_speculator(config.speculative_config, report, None, limits, there)
     except BaseException:
-        built.executor.close()
+        for each in (built.executor, *drafting):
+            each.close()
         raise
-    drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None
     leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
@@ -237,13 +238,14 @@ def build_rank(
     memory = _memory_to_plan(device, group)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     capturer = CudaGraphCapturer(device) if device.type == "cuda" and not is_eager(config) else None
-    compilation = None
+    compilations: list[Precompilation] = []
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
         compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
+        compilations += [] if compilation is None else [compilation]
         decoder = _load_decoder(config, report, device, parameters, group)
-        stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, capturer, group)
+        stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, capturer, group, compilations)
         stepper.compilation = compilation
         if group is not None:
             if compilation is not None:
@@ -258,8 +260,8 @@ def build_rank(
             for each in own.steppers:
                 each.capture_largest()
     except BaseException as error:
-        if compilation is not None:
-            compilation.stop()
+        for each in compilations:
+            each.stop()
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
@@ -297,6 +299,7 @@ def _make_executor(
     sizes: StepSizes,
     capturer: CudaGraphCapturer | None,
     group: GpuGroup | None,
+    compilations: list[Precompilation],
 ) -> tuple[GpuStepExecutor, DeviceAdapters | None, Drafter | None]:
     """Return what runs the steps, with a pool of one block for measuring, its LoRA adapters, and what drafts on rank 0."""
     ranks, device, kv = None if group is None else group.ranks, decoder.device, report.memory.kv
@@ -306,7 +309,7 @@ def _make_executor(
     specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
     library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
     is_first = group is None or group.rank == 0
-    drafter = load_drafter(DraftedModel(config, report, decoder, sizes, capturer)) if is_first else None
+    drafter = load_drafter(DraftedModel(config, report, decoder, sizes, capturer, compilations)) if is_first else None
     adapters = None
     if config.enable_lora:
         shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)

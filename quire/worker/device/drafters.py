@@ -49,8 +49,9 @@ logger = get_logger(__name__)
 class DraftedModel(NamedTuple):
     """The model that is drafted for, on its device.
 
-    sizes     of its steps
-    capturer  of steps; None: they are launched one by one
+    sizes         of its steps
+    capturer      of steps; None: they are launched one by one
+    compilations  that have begun; drafters add theirs
     """
 
     config: EngineConfig
@@ -58,6 +59,7 @@ class DraftedModel(NamedTuple):
     decoder: DeviceDecoder
     sizes: StepSizes
     capturer: GraphCapturer | None
+    compilations: list[Precompilation]
 
     @property
     def drafting(self) -> SpeculativeConfig:
@@ -70,6 +72,12 @@ class DraftedModel(NamedTuple):
     def most_tokens(self) -> int:
         """Tokens of a step at most, padding included."""
         return max(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs)
+
+    def compile_ahead(self, order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> Precompilation | None:
+        """Begin to compile what drafting launches."""
+        found = compile_ahead(self.decoder.device, order, parameters)
+        self.compilations.extend([] if found is None else [found])
+        return found
 
 
 class Drafter(ABC):
@@ -160,7 +168,7 @@ class _DraftModel(_StepDrafter):
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
         order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
-        compilation = compile_ahead(device, order, parameters)
+        compilation = target.compile_ahead(order, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
         super().__init__(decoder, kv, sizes, target, compilation)
@@ -196,10 +204,10 @@ class _Head(_StepDrafter):
         self.held_bytes = 2 * num_waiting * head.body.hidden_size * self.model.dtype.itemsize
 
     def _compile_head(self, served: ServedHead) -> Precompilation | None:
-        config, report, _, sizes, _ = self._target
+        config, report, sizes = self._target.config, self._target.report, self._target.sizes
         chosen = report.folder, report.spec, config.quantization, config.deterministic
         order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
-        return compile_ahead(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
+        return self._target.compile_ahead(order, open_parameters(report.folder, report.spec))
 
     def run_full(self) -> None:
         """See Drafter."""

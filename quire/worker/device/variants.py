@@ -20,7 +20,7 @@ from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_context import ContextRanks
 from quire.model.device_decoder import DeviceDecoder
-from quire.model.device_linear import WIDENED_FROM
+from quire.model.device_linear import DEQUANTIZE_FROM
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_shards import DeviceShard
 from quire.model.heads.device_head import DeviceHead
@@ -235,7 +235,7 @@ def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostSt
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = _powers_of_two(most)
-    kinds = {most, WIDENED_FROM - 1, *(count for power in powers for count in (power, power + 1))}
+    kinds = {most, DEQUANTIZE_FROM - 1, *(count for power in powers for count in (power, power + 1))}
     for count in sorted(count for count in kinds if count <= most):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
         yield full_step(count, -(-count // longest), longest, executor.padding_slot, longest, sizes.max_num_drafts)

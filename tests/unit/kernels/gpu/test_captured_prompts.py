@@ -192,7 +192,7 @@ def found_by(stepper, steps=STEPS):
 def short_chunks(monkeypatch):
     """Have contexts of a few tens of tokens cut as long ones are, in tiles of as few queries as there can be."""
     tiles = {True: AttentionTile(16, 32, 4, 1), False: AttentionTile(32, 32, 4, 1)}
-    monkeypatch.setattr(attention, "long_attention_tile", lambda dim, dtype, kv_dtype: tiles[dtype == kv_dtype])
+    monkeypatch.setattr(attention, "prefill_attention_tile", lambda dim, dtype, kv_dtype: tiles[dtype == kv_dtype])
     monkeypatch.setattr(attention, "LONG_CHUNK", 32)
     monkeypatch.setattr(attention, "CHUNK", 32)
     monkeypatch.setattr(stepper_module, "LONG_CHUNK", 32)

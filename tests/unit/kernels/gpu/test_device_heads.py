@@ -6,6 +6,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,6 +189,21 @@ def test_a_head_drafts_the_same_behind_cached_prefixes_and_forks(drafted, tmp_pa
 @pytest.mark.parametrize("params", [(GREEDY,) * 3, (CUT, PENALISED, GREEDY)], ids=["greedy", "sampled"])
 def test_a_draft_model_drafts_on_the_device_what_it_drafts_on_the_cpu(model, other, params):
     expect_same_drafts(model, other, "draft_model", PROMPTS, list(params))
+
+
+@pytest.mark.parametrize("failing", ["drafters.DeviceKvPool", "build.build_speculator"])
+def test_nothing_is_compiled_any_more_when_a_start_with_a_draft_model_fails(model, other, monkeypatch, failing):
+    def fail(*_):
+        raise ConfigError("a reason")
+
+    ended, place = [], "quire.worker.device."
+    for module in ("build", "drafters"):
+        compilation = SimpleNamespace(stop=lambda module=module: ended.append(module))
+        monkeypatch.setattr(f"{place}{module}.compile_ahead", lambda *_, compilation=compilation: compilation)
+    monkeypatch.setattr(place + failing, fail)
+    with pytest.raises(ConfigError, match="a reason"):
+        drafting(model, other, "draft_model")
+    assert ended == ["build", "drafters"]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a GPU captures by itself")

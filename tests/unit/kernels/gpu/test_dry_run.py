@@ -80,7 +80,7 @@ def test_a_step_has_more_tokens_than_a_sequence(tmp_path, planned, address_check
     found = address_check.num_launches - before
     assert found["attend_runs"] > 0
     assert found["attend_projected"] > 0  # captured steps of decoding have layers of five launches
-    assert found["multiply_few"] > 0
+    assert found["fused_linear"] > 0
     assert len(llm.generate([[5, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 2
     llm.close()
 

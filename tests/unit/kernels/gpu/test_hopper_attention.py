@@ -25,7 +25,7 @@ GROUPS = [(2, 2), (4, 2), (3, 1), (8, 1)]
 def table(**tile):
     """Return the table in use, by which the kernel is chosen."""
     rule = TileRule({}, {"is_specialized": True, "keys": 128, "num_stages": 2, "takes_turns": False, **tile})
-    return TileTable("any", "9.0", {"attention-prompts": (rule,)}).over(active_table())
+    return TileTable("any", "9.0", {"attention-prefill-hopper": (rule,)}).over(active_table())
 
 
 def spec_of(heads, head_dim, **options):

@@ -19,7 +19,7 @@ LAUNCHING = {
     "multiply_float8",
     "multiply_in_order",
 }
-LAUNCHING |= {"normalize", "place_heads", "quantize", "sample_rows", "widen"}
+LAUNCHING |= {"normalize", "place_heads", "quantize", "sample_rows", "dequantize"}
 """Functions that launch kernels on the tensors that they get."""
 
 

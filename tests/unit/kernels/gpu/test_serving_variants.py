@@ -38,7 +38,7 @@ RESERVED = {
     "num_ctas",
     "instrumentation_mode",
 }
-QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
+QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "dequantize_rows"}
 SHORT = ("attend_chunks", "attend_projected")
 
 
@@ -148,7 +148,7 @@ def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_laun
     path = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, torch_dtype="bfloat16")
     spec = read_model_spec(path)
     tuned = TileRule({}, {"keys": 32, "num_warps": 8, "num_stages": 1})
-    table = TileTable("tuned", "9.0", {"attention-short": (tuned,)}).over(active_table())
+    table = TileTable("tuned", "9.0", {"attention-decode": (tuned,)}).over(active_table())
     orders = [order_of(path, spec, chosen) for chosen in (active_table(), table)]
     shipped, found = ({num_warps for kernel, num_warps in order.variants() if kernel in SHORT} for order in orders)
     assert shipped == {4}

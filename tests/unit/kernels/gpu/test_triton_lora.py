@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton.launching import noted_launches
-from quire.kernels.triton.linear import widen
+from quire.kernels.triton.linear import dequantize
 from quire.kernels.triton.lora import add_low_rank, expand, group_heads, group_pairs, group_rows, shrink
 from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_integers
@@ -105,7 +105,7 @@ def test_adapters_of_experts_give_what_merged_experts_give(kind, num_tokens, dev
         weights = [
             pack_integers(each, each.new_full((len(each), each.shape[1] // 32), 1).float() / 100, None) for each in codes
         ]
-        dense = [widen(each, torch.float32).view(shape) for each, shape in zip(weights, shapes, strict=True)]
+        dense = [dequantize(each, torch.float32).view(shape) for each, shape in zip(weights, shapes, strict=True)]
     count = num_adapters * spec.num_experts
     matrices = {
         "gate_up": sizes(device, torch.float32, rank, (32,) * num_parts, width, count),
