@@ -17,7 +17,7 @@ import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
@@ -79,7 +79,7 @@ def main() -> None:
         counts: list[int] = []
         with torch.inference_mode():
             for _ in range(options.steps):
-                with noted_launches() as launches:
+                with collected_launches() as launches:
                     started = time.perf_counter()
                     stepper.launch(step, "plain", changes)
                     times.append(time.perf_counter() - started)

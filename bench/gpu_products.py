@@ -24,7 +24,7 @@ from quire.kernels.triton.tiles import LargeBatchTile
 
 Row = dict[str, object]
 _BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-_FP8_SPEEDUP = 2  # of the matrix units
+_FP8_SPEEDUP = 2  # of the tensor cores
 _WARM_BYTES = 160e6
 
 

@@ -15,17 +15,15 @@ from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import Activation
 from quire.kernels.triton.activation import ACTIVATION_KINDS
 from quire.kernels.triton.fused_linear_kernels import fused_linear
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import fused_linear_tile
 
 FEW_TOKENS = 16
-"""Maximum number of tokens of such a step: those of one matrix instruction. More would also have more of their inputs read by
-every program."""
+"""Maximum number of tokens of such a step: those of one matrix instruction. Every program reads the inputs of all."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
 """Weights that a program prefetches in addition to its first tile: those of all programs fit the L2 cache."""
 
@@ -91,8 +89,8 @@ def fused_linear_launch(
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
-    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and the
-    # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
+    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and which ones
+    # the compiler fuses depends on the number of tokens: so would the bits of a row.
     is_fused = x.dtype != torch.float32
     return Launch(fused_linear, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
 
@@ -135,7 +133,7 @@ def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
 
 
 def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
-    check_tensor("x", x, (None, None), *_FLOATS)
+    check_tensor("x", x, (None, None), *FLOATS)
     check_contiguous("weight", weight, (None, x.shape[1]), x.dtype)
     num_tokens, num_rows = x.shape[0], weight.shape[0]
     if not 1 <= num_tokens <= FEW_TOKENS:

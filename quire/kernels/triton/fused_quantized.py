@@ -1,6 +1,6 @@
 """Linear layers with quantised weights for steps with few tokens, fused with the operations around them in one launch.
 
-As fused_linear.py for plain weights. One token is multiplied by ordinary arithmetic, several by matrix units.
+As fused_linear.py for plain weights. One token is multiplied by ordinary arithmetic, several by tensor cores.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import FusedQuantizedTile, fused_quantized_tile
 
 MOST_TOKENS = 8
-"""Maximum number of tokens of such a product, a column of a matrix instruction for each. With 16 an H200 took longer than with
-separate kernels, as every program normalises all tokens."""
+"""Maximum number of tokens of such a product. With 16 an H200 took longer than separate kernels: each program norms all."""
 
 _NARROW_FLOATS = (torch.bfloat16, torch.float16)
 

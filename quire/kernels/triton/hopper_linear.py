@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.hopper_attention import runs_on
 from quire.kernels.triton.hopper_linear_kernels import ROWS, multiply_dequantised
@@ -13,6 +12,7 @@ from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import add_splits_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.tiles import LargeBatchTile, large_batch_tile
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 MAX_SMALL_BATCH = 64
 """Tokens up to which other kernels compute the product, which is then bound by reading the weight."""
@@ -57,8 +57,8 @@ def large_batch_launches(
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
     pairs = weight.codes.view(torch.int16)
     arguments = {
-        "x_desc": Boxes(x, (num_tokens, num_columns), (tile.tokens, weight.run // 2)),
-        "codes_desc": Boxes(pairs, (num_rows, num_columns // 4), (ROWS // 2, weight.run // 4)),
+        "x_desc": TmaTensor(x, (num_tokens, num_columns), (tile.tokens, weight.run // 2)),
+        "codes_desc": TmaTensor(pairs, (num_rows, num_columns // 4), (ROWS // 2, weight.run // 4)),
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "bias_ptr": bias if splits == 1 else None,

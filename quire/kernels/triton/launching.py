@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.bound import BoundLauncher, run_by_triton
-from quire.kernels.triton.boxes import Boxes
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -24,9 +24,9 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.int8: tl.int8,
 }
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-
-Argument = Tensor | Boxes | int | float | None
+Argument = Tensor | TmaTensor | int | float | None
 
 
 class Launch(NamedTuple):
@@ -82,7 +82,7 @@ _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=N
 
 
 @contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
+def collected_launches() -> Iterator[list[Launch]]:
     """Collect launches in the list instead of running them, in this thread."""
     noted: list[Launch] = []
     token = _NOTED.set(noted)

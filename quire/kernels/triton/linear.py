@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.linear_kernels import add_splits, dequantize_rows, multiply_dense, multiply_packed
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import ceil_divide
 from quire.kernels.triton.tiles import dense_tile, linear_tile
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 _MANY_PROGRAMS = 264
 """Two for each multiprocessor of an H200: with as many programs, sums need not be split over programs."""
@@ -134,7 +133,7 @@ def dequantize(weight: DeviceQuantizedWeight, dtype: torch.dtype, ids: Tensor | 
 def dequantize_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None = None) -> Launch:
     """Return the launch of `dequantize`, which writes `out`."""
     num_columns = weight.shape[1]
-    check_contiguous("out", out, (weight.shape[0] if ids is None else len(ids), num_columns), *_FLOATS)
+    check_contiguous("out", out, (weight.shape[0] if ids is None else len(ids), num_columns), *FLOATS)
     if ids is not None:
         check_contiguous("ids", ids, (None,), torch.int64)
     arguments = {
@@ -201,7 +200,7 @@ def _weight_constants(weight: DeviceQuantizedWeight) -> dict[str, object]:
 
 
 def _check(out: Tensor, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
-    check_tensor("x", x, (None, shape[1]), *_FLOATS)
+    check_tensor("x", x, (None, shape[1]), *FLOATS)
     check_contiguous("out", out, (x.shape[0], shape[0]), x.dtype)
     if bias is not None:
-        check_contiguous("bias", bias, (shape[0],), *_FLOATS)
+        check_contiguous("bias", bias, (shape[0],), *FLOATS)

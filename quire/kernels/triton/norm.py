@@ -9,11 +9,9 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NormSpec
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm_kernels import _add_and_normalize
 from quire.kernels.triton.sizes import power_of_two
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Norm(NamedTuple):
@@ -65,7 +63,7 @@ def add_and_normalize_launch(
     branch      None: total is x, and is not written
     """
     width = x.shape[-1]
-    check_tensor("x", x, (None, width), *_FLOATS)
+    check_tensor("x", x, (None, width), *FLOATS)
     for name, tensor in (("out", out), ("total", total)):
         if tensor is not None:
             check_contiguous(name, tensor, tuple(x.shape), x.dtype)

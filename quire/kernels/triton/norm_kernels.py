@@ -1,7 +1,4 @@
-"""Kernels of norm.py: RMSNorm and LayerNorm, with the preceding addition to the residual stream.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of norm.py: RMSNorm and LayerNorm, with the preceding addition to the residual stream."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 A file has tables, each for a device by its name and compute capability; each kernel has a list of {"when": ..., "tile": ...}.
 The first entry whose conditions all hold applies: "max_x" and "min_x" bound a number x of the shape, others must be equal.
-Beside the numbers of a shape, conditions may name what the GPU in use has: "shared_kib" for a program, and its
-"matrix_instruction" (DeviceTraits). The defaults in tiles.json were chosen for an H200; other devices have the same but where a
-condition on the device gives them smaller ones. `quire tune` writes tables for the device that it runs on.
+Conditions may also name what the GPU in use has: "shared_kib" for a program, and its "matrix_instruction" (DeviceTraits). The
+defaults in tiles.json are for an H200, with smaller tiles for GPUs that need them. `quire tune` writes tables for its device.
 """
 
 from __future__ import annotations

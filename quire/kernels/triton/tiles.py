@@ -1,8 +1,7 @@
 """Tile sizes of kernel launches, by shape, from the device's table (tile_table.py).
 
-The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions), and for GPUs with other
-matrix instructions or less shared memory from its output for sm_80, sm_89 and sm_120. Those of fused layers were measured on an
-H200.
+The defaults were chosen from the compiler's output (registers, shared memory, instructions) for sm_90, and for GPUs with other
+matrix instructions or less shared memory for sm_80, sm_89 and sm_120. Those of fused layers were measured on an H200.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def prefill_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dt
 
 
 def is_filled(num_programs: int) -> bool:
-    """Return whether the device is filled by that many programs for whole runs of queries, so that their keys are not split.
+    """Return whether that many programs, for whole runs of queries, fill the device, so that keys are not split.
 
-    Runs without a split cost at most 15 % of the time where their last programs leave multiprocessors idle. Merging costs more.
+    The last programs may leave multiprocessors idle for 15 % of the time: merging costs more.
     """
     at_once = device_traits().num_multiprocessors
     rounds = -(-num_programs // at_once)
@@ -243,8 +242,7 @@ class FusedLinearTile(NamedTuple):
 def fused_linear_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: int) -> FusedLinearTile:
     """Return the tile for a fused linear layer, by the shape of the weight and the padded number of tokens: 1, 8 or 16.
 
-    Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
-    would cost a round trip to memory.
+    Programs have few rows, so that small weights fill the GPU, too: splitting sums would cost a round trip to memory.
     """
     shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
     tile = FusedLinearTile(**active_table().find("fused-linear", shape))
@@ -253,7 +251,7 @@ def fused_linear_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_t
 
 
 class FusedQuantizedTile(NamedTuple):
-    """rows of the weight; bytes of codes processed at once, 0: matrix units process a run of columns for each warp.
+    """rows of the weight; bytes of codes processed at once, 0: tensor cores process a run of columns for each warp.
 
     fetched_bytes  prefetched by a program while the previous kernel runs
     """

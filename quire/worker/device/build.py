@@ -68,7 +68,7 @@ from quire.worker.device.memory import (
     rank_device,
     tier_staging_bytes,
 )
-from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.precompile import CompileJob, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
@@ -420,8 +420,8 @@ def compile_ahead(
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
     of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
-    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
-    return Precompilation(order, parameters)
+    job = CompileJob(*chosen, kv, sizes, *kernels, None, *of_ranks)
+    return Precompilation(job, parameters)
 
 
 class _Measured(NamedTuple):

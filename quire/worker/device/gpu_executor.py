@@ -335,7 +335,7 @@ class GpuStepExecutor(StepLauncher):
             self.sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
 
     def wake_up(self) -> None:
-        """See StepExecutor. The largest CUDA graphs are captured again, the others with the first step of their kind."""
+        """See StepExecutor. The largest CUDA graphs are captured again, others with the first step of their kind."""
         if self.sleeping is None:
             raise InvariantError("an executor wakes up that is not asleep")
         with self.step_scope():

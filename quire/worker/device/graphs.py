@@ -22,8 +22,8 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class GraphKey(NamedTuple):
-    """What a CUDA graph is for: so many sequences, padding included, of any length; how they are sampled; whether some have
-    LoRA adapters; and how many are at each home, padding included, 0: sequences have no homes."""
+    """What a CUDA graph is for: the number of sequences, of any length; how they are sampled; whether some have adapters; and
+    how many are at each home, 0: sequences have no homes. Numbers include padding."""
 
     num_rows: int
     sampling: Sampling
@@ -35,8 +35,8 @@ class GraphKey(NamedTuple):
         return f"{self.num_rows} sequences ({self.sampling}{more})"
 
 
-class GraphGrid:
-    """The keys that there are: few, so that few steps are captured; a step takes the next larger one.
+class CaptureSizes:
+    """The keys of decode steps: few, so that few steps are captured; a step takes the next larger one.
 
     samplings  those of the steps, what takes most memory first
     num_homes  home ranks of sequences; 1: they have no homes
@@ -84,9 +84,8 @@ _FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256,
 
 
 class PromptKey(NamedTuple):
-    """What a CUDA graph with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
-    context; which short runs of queries there may be; whether drafts that are trees, which may be chains as well; and whether
-    some tokens have LoRA adapters."""
+    """What a CUDA graph with tokens of prompts is for: the number of tokens, padding included; the longest context; which short
+    runs of queries there may be; whether drafts may be trees; and whether some tokens have LoRA adapters."""
 
     num_tokens: int
     max_context_len: int
@@ -99,8 +98,8 @@ class PromptKey(NamedTuple):
         return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs{more})"
 
 
-class PromptGrid:
-    """The keys that there are: tokens by doubling, then by quarters of it, so that at most a fifth of a larger step is padding.
+class PromptCaptureSizes:
+    """The keys of steps with prompts: tokens by doubling, then by quarters of it, so that at most a fifth of a step is padding.
 
     max_tokens        the most of a CUDA graph; 0: there is none
     max_context_lens  rising
@@ -164,8 +163,8 @@ class StepGraphs:
 
     So the first step of a kind loads its kernels, which no capture may do, and nothing is captured that is never needed.
 
-    agree  of ranks that run steps together, in the same order: returns whether all of them say yes. Whether a collective is
-           part of a graph is a matter of all ranks: where one cannot capture a kind, all launch it one by one
+    agree  returns whether all ranks say yes, which run the same steps: where one cannot capture a kind, all launch it one by
+           one, as a collective must be in the graphs of all
     """
 
     def __init__(self, capturer: GraphCapturer | None = None, agree: Callable[[bool], bool] | None = None) -> None:
@@ -190,8 +189,8 @@ class StepGraphs:
         exchange  receives what the step reads, and sends on what it wrote before ranks agree: capturing may wait for the device
                   of a rank, which waits for what another one sends
 
-        A kind that cannot be captured, for whatever reason, is launched one by one from then on, and so is one for whose
-        graph memory ends when it is launched, which takes some the first time. What the step itself raises is raised.
+        A kind that cannot be captured, or whose graph finds no memory at its first launch, is launched one by one from then on.
+        What the step itself raises is raised.
         """
         captured: Callable[[], None] | None = None
         with nullcontext() if exchange is None else exchange:
@@ -212,9 +211,9 @@ class StepGraphs:
             self._captured[key] = captured
 
     def capture_more(self, key: Hashable, step: Callable[[], None], count: int) -> None:
-        """Capture a step of a kind that is captured so many times more, and run each: what they take is seen so, until `clear`.
+        """Capture a step `count` times more, and run each, to see what they take; they are kept until `clear`.
 
-        Nothing where that kind is not captured. What capturing raises is raised.
+        Nothing where its kind is not captured. What capturing raises is raised.
         """
         if self._capturer is None or key not in self._captured:
             return
@@ -227,7 +226,7 @@ class StepGraphs:
         try:
             replay()
         except RuntimeError as error:
-            # Other ranks may have launched theirs, and wait in it: with them it cannot be launched otherwise.
+            # Other ranks may have launched their graphs, and wait in them for this one.
             if not is_out_of_memory(error) or self._agree is not None:
                 raise
             del self._captured[key]
@@ -264,10 +263,10 @@ class CudaGraphCapturer:
         self._pool: tuple[int, int] | None = None
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Capture a step that has run before; see GraphCapturer. Waits for nothing: what runs goes on meanwhile.
+        """Capture a step that has run before; see GraphCapturer.
 
-        Only where memory ends it waits: the allocator, which cannot do so in a capture, then gives back what it keeps for
-        tensors to come, and the step is captured once more.
+        Waits for the device only where memory ends: the allocator then gives back what it caches, which it cannot do in a
+        capture, and the step is captured once more.
         """
         try:
             return self._capture(step)
@@ -284,7 +283,7 @@ class CudaGraphCapturer:
         self._stream.wait_stream(current)
         with paused_collector(), torch.cuda.stream(self._stream):
             try:
-                # What other threads ask of the device meanwhile, as a caller's own model does, must not end the capture.
+                # Other threads, such as a caller's own model, may use the device meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     step()
@@ -301,8 +300,8 @@ class CudaGraphCapturer:
         return graph.replay
 
     def _leave(self, pool: tuple[int, int]) -> None:
-        """Tell the allocator that a capture has ended. Where its end failed, some versions of torch have not: they would give
-        back no memory any more, and refuse to be asked for it."""
+        """Tell the allocator that a capture has ended. Some versions of torch do not where it failed, and would never give back
+        memory again."""
         end = vars(torch._C).get("_cuda_endAllocateToPool")
         if end is not None:
             with suppress(RuntimeError):  # it knows already

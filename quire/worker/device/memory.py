@@ -61,8 +61,7 @@ _MAX_DRAFT_LOGITS = 1 << 27
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
-"""What copies of a CUDA graph may have found in what the driver had taken already: it takes memory in pieces, so that one
-copy takes nothing or a whole piece."""
+"""What copies of a CUDA graph may have taken of the driver's last piece of memory: a copy takes nothing or a whole piece."""
 _LATER_BYTES = 128 << 20
 """Reserve for CUDA graphs: a library's working memory for another thread, and the allocator's pieces for smaller tensors."""
 
@@ -175,8 +174,8 @@ class DeviceUsage:
 class Captures(NamedTuple):
     """CUDA graphs.
 
-    samples     captures steps of every sort, the largest first, and runs them: what all share is there then, and code
-    copies      captures one of the largest steps so many times more, and runs them: what each has of its own
+    samples     captures and runs steps of every sort, the largest first: takes what all share, and code
+    copies      captures and runs one of the largest steps so many times more: each takes what is its own
     num_graphs  how many there may be in all
     """
 

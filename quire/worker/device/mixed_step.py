@@ -17,8 +17,8 @@ from quire.worker.device.host_step import STATE_ARRAYS, HostStep
 from quire.worker.device.staging import Part
 
 _HIDING_OPERATIONS = 2e11
-"""Of a layer's products, which take a GPU as long as the host takes to launch the layer one by one: about a third of a
-millisecond, at 6e14 operations a second. Larger steps hide their launches, and are not padded."""
+"""Operations of a layer's products that take a GPU as long as the host takes to launch the layer one by one: about a third of a
+millisecond, at 6e14 a second. Larger steps hide their launches, and are not padded."""
 
 _WHOLE_TOKENS = 64
 TileKind = tuple[int, int]

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.kernels.triton.attention import tile_queries
-from quire.kernels.triton.last_token_buffer import take_inputs_launches
+from quire.kernels.triton.last_token_buffer import gather_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
@@ -26,7 +26,7 @@ from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.device_sampler import DeviceSampler, SampledRows
-from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, GraphKey, PromptCaptureSizes, PromptKey, StepGraphs
 from quire.worker.device.homes import Homes, by_home, decode_at_home, step_at_home
 from quire.worker.device.host_step import (
     HostStep,
@@ -102,15 +102,15 @@ class StepLauncher:
         most = sizes.max_num_seqs
         if decoder.ranks is not None and decoder.ranks.context is not None and decoder.is_in_order:
             most = min(most, decoder.ranks.context.most_captured(specs, sizes.max_model_len))
-        self.grid = GraphGrid(most, self._sampler.samplings, self._homes.size)
+        self.capture_sizes = CaptureSizes(most, self._sampler.samplings, self._homes.size)
         most_captured = min(most_captured_tokens(each, sizes.max_num_batched_tokens) for each in specs)
         # With homes steps with prompts are not captured: each home would be padded to the tokens that one may have.
         most_tokens = most_captured if captures_prompts and self._homes.size == 1 else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
-        self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
+        self.prompts = PromptCaptureSizes(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
         self.tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
-        most = self.grid.max_rows
+        most = self.capture_sizes.max_rows
         most_in_step = self._homes.size * most
         # What CUDA graphs read and write in addition to their staged arrays.
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
@@ -180,7 +180,7 @@ class StepLauncher:
             self.staging.holds = None
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
-        is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
+        is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.capture_sizes.max_rows
         if is_padded:
             return self._launch_decode(step, sampling, changes, kept)
         return self.launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
@@ -216,7 +216,7 @@ class StepLauncher:
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
         """The kinds of steps that are captured, what takes most memory first, of those with prompts and of the others."""
-        return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.grid.keys)]
+        return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.capture_sizes.keys)]
 
     def _with_adapters(self, keys: Sequence[GraphKey | PromptKey]) -> list[GraphKey | PromptKey]:
         """Return kinds of steps, and if some may have LoRA adapters, these before the others."""
@@ -224,14 +224,14 @@ class StepLauncher:
         return [*adapted, *keys]
 
     def capture_largest(self) -> None:
-        """Capture steps of padding that take as much memory as any, and run them; what others need of it is there then."""
-        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
+        """Capture and run steps of padding that take as much memory as any, so that it is there for others."""
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.capture_sizes.keys)):
             self._capture_and_run(keys[:1])
 
     def capture_samples(self) -> None:
         """Do the same with steps of every sort: what takes most memory, least, and as much as half of the kinds."""
         self.capture_largest()
-        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.capture_sizes.keys)):
             self._capture_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
 
     def capture_copies(self, count: int) -> None:
@@ -250,7 +250,7 @@ class StepLauncher:
         if isinstance(key, PromptKey):
             self._capture_prompts(key)
         else:
-            # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
+            # Launches do not depend on lengths, and the shortest take least time.
             step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
             if key.home_rows:
                 step = replace(step, homes=np.arange(key.num_rows) // key.home_rows)
@@ -260,10 +260,10 @@ class StepLauncher:
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count, order = len(step.counts), None
         if self._homes.size > 1:
-            key = self.grid.key(count, sampling, int(np.bincount(self._homes.homes_of(step)).max()))
+            key = self.capture_sizes.key(count, sampling, int(np.bincount(self._homes.homes_of(step)).max()))
             step, order = by_home(step, self._homes, self.padding_slot, key.home_rows)
         else:
-            key = self.grid.key(count, sampling)._replace(has_adapters=step.adapters is not None)
+            key = self.capture_sizes.key(count, sampling)._replace(has_adapters=step.adapters is not None)
         frame = self._decode_frame(key)
         host = frame.staged.host
         own = b"" if step.adapters is None else step.adapters.tobytes()
@@ -508,7 +508,7 @@ class StepLauncher:
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
-        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
+        run_all(gather_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
 
     def _send(self, start: int, changes: ChangeCounts) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes after them, and make the changes."""

@@ -28,8 +28,8 @@ from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.hopper_linear import large_batch_launches
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
-from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
-from quire.kernels.triton.launching import Launch, noted_launches
+from quire.kernels.triton.last_token_buffer import gather_inputs_launches, scatter_ids_launch
+from quire.kernels.triton.launching import Launch, collected_launches
 from quire.kernels.triton.linear import dequantize_launch, in_order_launches, multiply_launches
 from quire.kernels.triton.logprobs import LOGPROB_WIDTH, logprob_launches
 from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
@@ -176,7 +176,7 @@ def expert_weights(dtype, scale_rows, inner, width):
 def expert_launch(index, num_tokens, dtype=BF16, scale_rows=1, is_in_order=False, extra=None, inner=768, width=2048):
     x, weights = meta(num_tokens, width), expert_weights(dtype, scale_rows, inner, width)
     out, logits, spec = meta(num_tokens, width), meta(num_tokens, 128), MoeSpec(128, 8, MlpSpec(inner, "silu"))
-    with noted_launches():  # of routes that adapters read
+    with collected_launches():  # of routes that adapters read
         return expert_launches(out, x, logits, spec, *weights, is_in_order, extra)[index]
 
 
@@ -191,7 +191,7 @@ def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
     """Of q, k and v, or of the gate and up of 128 experts."""
     numbers, flags = meta(num_tokens, dtype=I32), meta(num_adapters, dtype=I32)
     outputs, count, num_slots = ((768, 768), 128, 8) if has_experts else ((4096, 512, 512), 1, 1)
-    with noted_launches() as launches:
+    with collected_launches() as launches:
         groups = group_rows(numbers, num_adapters)
         if has_experts:
             launches.clear()
@@ -293,8 +293,8 @@ def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, blo
 def feedback_launch(index):
     ids, rows = meta(64, dtype=I64), meta(64, dtype=I32)
     tables, last = meta(257, 640, dtype=I32), meta(257, dtype=I64)
-    launches = take_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
-    return [*launches, keep_ids_launch(last, ids, rows)][index]
+    launches = gather_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
+    return [*launches, scatter_ids_launch(last, ids, rows)][index]
 
 
 def move_launch(kv_dtype=BF16):

@@ -293,7 +293,7 @@ def test_what_takes_most_memory_is_captured_first_and_stores_nothing(device, mon
         stepper.capture_largest()
     assert stepper.graphs.num_captured == 2
     assert stepper.keys[0] == PromptKey(24, MAX_LEN, "any")
-    decode = stepper.frames[stepper.grid.keys[0]].staged.host
+    decode = stepper.frames[stepper.capture_sizes.keys[0]].staged.host
     assert decode["context_lens"].tolist() == [1] * 3  # whatever the longest is, that takes no time
     assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper.kv_pool.caches)
 
@@ -309,7 +309,7 @@ def test_samples_and_copies_of_captured_steps_store_nothing_and_are_forgotten_wi
         for cache in stepper.kv_pool.caches:
             cache.k.fill_(0.5), cache.v.fill_(0.5)
         stepper.capture_copies(2)
-    families = (stepper.prompts.keys, stepper.grid.keys)
+    families = (stepper.prompts.keys, stepper.capture_sizes.keys)
     assert samples == len({keys[place] for keys in families for place in (0, len(keys) // 2, -1)})
     assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper.kv_pool.caches)
     if isinstance(capturer, LogCapturer):

@@ -22,7 +22,7 @@ from quire.worker import context_parallel, parallel_launch
 from quire.worker import memory as worker_memory
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import GraphGrid, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, StepGraphs
 from quire.worker.device.launched_step import Kept, StepSizes
 from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
@@ -186,7 +186,7 @@ def test_deterministic_steps_are_captured_while_their_results_are_few():
     num_bytes = 4 * 2 * attention.num_heads * attention.latent.kv_rank * 2048 // CHUNK
     found = device_context.ContextRanks(SimpleNamespace(size=2), 0).most_captured([short("latent")] * 2, 2048)
     assert found == device_context.CAPTURED_BYTES // num_bytes
-    assert GraphGrid(0).keys == []
+    assert CaptureSizes(0).keys == []
 
 
 def test_every_token_of_runs_is_divided_once():

@@ -144,7 +144,7 @@ def capture(spec, lossy=None, has_adapters=False, **options):
     adapters = DeviceAdapters(spec, 2, 8, META, has_experts=True) if has_adapters else None
     capturer, sizes = StrictCapturer(), StepSizes(4, 64, 64, has_processors=True)
     stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 2, META, 1, 1), sizes, StepGraphs(capturer), None, adapters)
-    keys = [key._replace(has_adapters=has_adapters) for key in (*stepper.prompts.keys[:1], *stepper.grid.keys[:1])]
+    keys = [key._replace(has_adapters=has_adapters) for key in (*stepper.prompts.keys[:1], *stepper.capture_sizes.keys[:1])]
     with torch.inference_mode():
         for key in keys:
             stepper.capture(key)

@@ -9,7 +9,7 @@ from quire.base.errors import ConfigError
 from quire.kernels.triton import hopper_linear, hopper_linear_kernels
 from quire.kernels.triton.hopper_attention import runs_on
 from quire.kernels.triton.hopper_linear import large_batch_launches, tile_of
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_integers
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 from quire.kernels.triton.tiles import LargeBatchTile
@@ -98,6 +98,6 @@ def test_it_is_used_only_where_the_table_says_so_and_it_computes_such_products(m
             assert tile_of(*others) is None
         assert tile_of(inputs(65, 128), weight_of("symmetric", 64, 128, 128)[0]) is None
         for is_in_order in (False, True):
-            with noted_launches() as launches:
+            with collected_launches() as launches:
                 DeviceLinear((on(device, weight),), None, is_in_order)(x.to(device))
             assert (launches[0].kernel.fn.__name__ == "multiply_dequantised") is not is_in_order

@@ -19,7 +19,7 @@ from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import variants
 from quire.worker.device.launched_step import StepSizes
-from quire.worker.device.precompile import Order, Precompilation, _fingerprint
+from quire.worker.device.precompile import CompileJob, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.quantized_checkpoints import SIZES, write
@@ -139,7 +139,7 @@ def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_
 
 def order_of(path, spec, table):
     kv, sizes = KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16)
-    return Order(path, spec, None, False, kv, sizes, 90, table)
+    return CompileJob(path, spec, None, False, kv, sizes, 90, table)
 
 
 def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_launched_with(tmp_path, monkeypatch):

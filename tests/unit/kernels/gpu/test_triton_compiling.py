@@ -271,7 +271,7 @@ EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")}
     "few-down-large-16": 16,
     "few-f32-16": 8,
 }
-# Scales are loaded with the codes of one token; codes for matrix units are only prefetched.
+# Scales are loaded with the codes of one token; codes for tensor cores are only prefetched.
 EARLY_LOADS |= {name: 0 if "HMMA" in limits[1] else 16 for name, limits in FUSED_LIMITS.items() if name.startswith("codes")}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
@@ -397,14 +397,14 @@ def test_every_launch_has_limits():
 def test_what_the_steps_of_a_model_launch_compiles_without_spills():
     found = compiled("step_launches", "plain", "fp8", "int4", "in-order", "ranks", "in-order-ranks")
     usual = {
-        "_take_ids",
-        "_take_tables",
+        "_gather_ids",
+        "_gather_tables",
         "_place_heads",
         "attend_runs",
         "attend_chunks",
         "merge_items",
         "choose_rows",
-        "_keep_ids",
+        "_scatter_ids",
         "_move_rows",
     }
     of_weights = {"_add_parts", "multiply_packed", "fused_quantized_gemv", "dequantize_rows", "add_splits", "multiply_dense"}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.linear import dequantize
 from quire.kernels.triton.lora import add_low_rank, expand, group_heads, group_pairs, group_rows, shrink
 from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
@@ -167,7 +167,7 @@ def test_heads_of_latent_attention_get_what_a_merged_projection_gives(dtype, dev
 
 def test_the_heads_of_a_long_prompt_are_not_more_than_a_grid_may_have():
     pairs, a, b = (torch.empty(*shape, device="meta") for shape in ((1 << 20, 512), (128, 16, 512), (1, 512, 16)))
-    with noted_launches() as launches:
+    with collected_launches() as launches:
         groups = group_heads(torch.empty(1 << 13, dtype=torch.int32, device="meta"), 1, 128)
         expand(pairs, shrink(pairs, a, groups.by_head), b, groups.by_adapter)
     assert [launch for launch in launches if max(launch.grid[1:], default=1) >= 1 << 16] == []

@@ -10,7 +10,7 @@ import torch
 
 from quire.kernels.native import load_native
 from quire.parallel.communicator import all_agree
-from quire.worker.device.graphs import CudaGraphCapturer, GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, CudaGraphCapturer, GraphKey, PromptCaptureSizes, PromptKey, StepGraphs
 from tests.ranks import SharedGroup, run_threads
 
 
@@ -334,7 +334,7 @@ def test_the_allocator_is_told_of_the_end_when_a_capture_fails(cuda, monkeypatch
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 128, 300, 4000])
 def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
-    grid = GraphGrid(max_num_seqs)
+    grid = CaptureSizes(max_num_seqs)
     assert grid.max_rows == min(max_num_seqs, 512)
     for count in range(1, grid.max_rows + 1):
         key = grid.key(count, "cuts")
@@ -345,7 +345,7 @@ def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
 
 
 def test_the_grid_holds_every_division_of_a_step_among_homes():
-    grid = GraphGrid(100, ("plain",), num_homes=4)
+    grid = CaptureSizes(100, ("plain",), num_homes=4)
     assert len(grid.keys) == len(set(grid.keys)) <= 30
     for count in range(1, 101):
         for most in range(-(-count // 4), count + 1):
@@ -359,7 +359,7 @@ def test_the_grid_holds_every_division_of_a_step_among_homes():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("max_tokens", [1, 40, 64, 100, 512, 2048, 6000, 8192])
 def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_padding(max_tokens):
-    grid = PromptGrid(max_tokens, (100, 3000))
+    grid = PromptCaptureSizes(max_tokens, (100, 3000))
     for count in range(1, max_tokens + 1):
         key = grid.key(count, 100, "single")
         assert key in grid.keys
@@ -373,13 +373,13 @@ def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_pa
 
 
 def test_no_step_with_prompts_is_captured_where_none_is_to_be():
-    grid = PromptGrid(0, (100,))
+    grid = PromptCaptureSizes(0, (100,))
     assert grid.keys == []
     assert grid.key(1, 1, "any") is None
 
 
 def test_small_steps_and_trees_have_kinds_of_their_own_where_drafts_are_expected():
-    plain, chains, trees = (PromptGrid(128, [96], *has) for has in ((), (True,), (True, True)))
+    plain, chains, trees = (PromptCaptureSizes(128, [96], *has) for has in ((), (True,), (True, True)))
     assert plain.key(5, 90, "any") == PromptKey(64, 96, "any")
     assert chains.key(5, 90, "any") == PromptKey(8, 96, "any")
     assert chains.key(5, 90, "any", has_trees=True) is None  # launched one by one
