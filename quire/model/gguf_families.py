@@ -40,8 +40,8 @@ def _baichuan(keys: GgufKeys) -> Config:
     config = _plain_llama(keys)
     if config["vocab_size"] == VOCAB_SIZE_OF_2:
         raise UnsupportedError(
-            f"{keys.file.path}: vocab_size {VOCAB_SIZE_OF_2}, Baichuan 2, is not supported, as the file does not say whether its "
-            "head is normalised; load its safetensors, or a file of Baichuan 7B"
+            f"{keys.file.path}: vocab_size {VOCAB_SIZE_OF_2}, Baichuan 2, is not supported, as the file does not say whether "
+            "its head is normalised; load its safetensors"
         )
     return config
 

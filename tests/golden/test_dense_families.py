@@ -61,9 +61,9 @@ def test_baichuan_13b_has_alibi_for_its_rope_and_baichuan_2_a_head_of_normalised
     distance = torch.arange(len(PROMPT))[:, None] - torch.arange(len(PROMPT))
     slopes = torch.tensor([2.0**-power for power in (2, 4, 6, 8, 1, 3)])[:, None, None]
     mask = (-slopes * distance).masked_fill(distance < 0, -torch.inf)
-    is_13b = {"attention_mask": mask[None], "position_ids": torch.zeros(1, len(PROMPT), dtype=int)}  # where a rope turns nothing
+    still = {"attention_mask": mask[None], "position_ids": torch.zeros(1, len(PROMPT), dtype=int)}  # a rope turns nothing at 0
     with torch.inference_mode():
-        want = model(torch.tensor([PROMPT]), **(is_13b if num_layers == 40 else {})).logits
+        want = model(torch.tensor([PROMPT]), **(still if num_layers == 40 else {})).logits
     spec = read_model_spec(tmp_path)
     found = whole_prompt_logits(Decoder(spec, load_parameters(tmp_path, spec), MAX_MODEL_LEN), PROMPT)
     assert (found - want[0]).abs().max() <= F32_TOLERANCE
