@@ -45,8 +45,12 @@ def test_wait_ends_in_time_where_the_yields_before_its_sleep_take_longer(monkeyp
     """As on a machine that others use, where a yield takes milliseconds."""
     for name in ("NUM_YIELDS", "_FEW_YIELDS"):
         monkeypatch.setattr(barrier_module, name, 1 << 31)
+    group = SharedGroup(2)
+    late = threading.Timer(20.0, group.barrier(1).wait)
+    late.start()
     with pytest.raises(WorkerError, match="rank 1 has not reached the barrier"):
-        SharedGroup(2).barrier(0).wait(0.02)
+        group.barrier(0).wait(0.02)
+    late.cancel()
 
 
 def test_slow_rank_is_named_in_the_log(monkeypatch, caplog):
