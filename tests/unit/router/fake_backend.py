@@ -142,7 +142,7 @@ class RunningRouter:
     async def post(self, body, path="/v1/completions", **options):
         return await self.client.post(path, json=body, **options)
 
-    async def until(self, condition, timeout_s=30):
+    async def until(self, condition, timeout_s=50):
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.01)
