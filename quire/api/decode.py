@@ -127,10 +127,10 @@ def annotations_of(body: msgspec.Struct) -> tuple[str, ...]:
 
 def _why_malformed(error: ValueError, data: bytes) -> str:
     """Return why a body is malformed; if half of a surrogate pair is at its end, the decoder only reports truncation."""
-    is_half_pair = "surrogate" in str(error) or (
-        "truncated" in str(error) and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
-    )
-    return f"a string has an unpaired surrogate, such as a single \\ud83d ({error})" if is_half_pair else str(error)
+    text = str(error)
+    is_truncated = "truncated" in text and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
+    is_half_pair = "surrogate" in text or is_truncated or ("hex escape" in text and _HALF_PAIR.search(data))
+    return f"a string has an unpaired surrogate, such as a single \\ud83d ({text})" if is_half_pair else text
 
 
 def count_ids(raw: msgspec.Raw) -> int | None:

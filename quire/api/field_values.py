@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, cast
 
 import msgspec
@@ -30,6 +31,12 @@ def show_value(value: object) -> str:
     """Return a value as JSON of at most MAX_SHOWN characters, a string in Python's notation."""
     text = repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def show_names(names: Iterable[str]) -> str:
+    """Return up to 16 names as a list for a message, "none" for no names."""
+    shown = [repr(name) for name in islice(names, 17)]
+    return ", ".join([*shown[:16], "..."] if len(shown) > 16 else shown) or "none"
 
 
 def allowed_values(kind: type[msgspec.Struct], body: object, path: str) -> list[str]:

@@ -81,10 +81,11 @@ def test_damaged_body_is_one_short_error(data, kind):
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.parametrize("end", [b'"}', b'", "max_tokens": 1}'])
 @pytest.mark.parametrize("text", [rb"\ud800", rb"x\uD83D", rb"\ud83d\ud83d"])
-def test_half_of_a_surrogate_pair_at_the_end_is_named(text):
+def test_half_of_a_surrogate_pair_is_named(text, end):
     with pytest.raises(BodyError, match="unpaired surrogate") as caught:
-        decode_body(b'{"model": "m", "prompt": "' + text + b'"}', CompletionRequest)
+        decode_body(b'{"model": "m", "prompt": "' + text + end, CompletionRequest)
     assert caught.value.code == "invalid_json"
     with pytest.raises(BodyError, match="truncated"):
         decode_body(b'{"model": "m", "prompt": "\\ud83d\\ude00', CompletionRequest)
