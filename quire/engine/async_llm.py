@@ -52,9 +52,9 @@ class _Answer:
 
     def send(self, error: Exception | None = None) -> None:
         """End the call, with an error if there is one. Called by the engine's thread."""
-        _call_in(self._loop, lambda: self._hash_after_callees(error))
+        _call_in(self._loop, lambda: self._settle(error))
 
-    def _hash_after_callees(self, error: Exception | None) -> None:
+    def _settle(self, error: Exception | None) -> None:
         if self.future.done():  # cancelled
             return
         if error is None:

@@ -186,7 +186,7 @@ class State:
 
 def decide(snapshot: Snapshot, objectives: Objectives, limits: Limits, state: State) -> tuple[tuple[Action, ...], State]:
     """Return what is to be done now, and the state for the next call."""
-    state = _hash_after_callees(snapshot, limits, state)
+    state = _settle(snapshot, limits, state)
     flip, state = _choose_flip(snapshot, objectives, limits, state)
     if flip is not None:
         return (flip,), state
@@ -273,7 +273,7 @@ def _start(action: Action, now_s: float, state: RoleState) -> tuple[Action, Role
     return action, replace(state, action=action, action_s=now_s, last_action_s=now_s)
 
 
-def _hash_after_callees(snapshot: Snapshot, limits: Limits, state: State) -> State:
+def _settle(snapshot: Snapshot, limits: Limits, state: State) -> State:
     """Forget the actions that are done, or failed."""
     replicas = {one.name: one for one in snapshot.replicas}
     roles: dict[Role, RoleState] = {}

@@ -279,7 +279,7 @@ class Loop:
         deadline_s = replica.queue.deadline_s
         if deadline_s is not None and deadline_s > now:
             self._at(deadline_s, self._begin, member, epoch)
-        self._hash_after_callees(member, now)
+        self._settle(member, now)
 
     def _horizon_s(self, member: Member, now: float) -> float:
         """Return until when nothing comes to a replica: the next arrival, an event of the cluster, a prompt that a prefill
@@ -447,7 +447,7 @@ class Loop:
                 member = self.members[int(action.replica)]
                 member.next_role = action.role
                 self.stats.actions.append((now, f"replica {member.index} becomes {action.role}"))
-                self._hash_after_callees(member, now)
+                self._settle(member, now)
             else:
                 self._drain(action, now)
         self._at_external(now + options.interval_s, self._on_scaling)
@@ -482,10 +482,10 @@ class Loop:
                 self._switch_off(member, now)
             elif member.state == "ready":
                 member.state = "draining"
-                self._hash_after_callees(member, now)
+                self._settle(member, now)
         self.stats.actions.append((now, f"{', '.join(action.replicas)} drained"))
 
-    def _hash_after_callees(self, member: Member, now: float) -> None:
+    def _settle(self, member: Member, now: float) -> None:
         """End a replica that has drained, and change the role of one that was to."""
         if member.replica.num_unfinished or member.replica.is_running:
             return

@@ -181,7 +181,7 @@ class Supervisor:
             except WorkerError as error:
                 logger.warning("the engine is killed: %s", error)
         self._set_state("closed")
-        self._hash_after_callees(WorkerError("the engine has been closed"))
+        self._settle(WorkerError("the engine has been closed"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -293,9 +293,9 @@ class Supervisor:
         self._events.on_engine_end(end.reason)
         kind = _CONFIG_ERRORS.get(end.kind)
         message = end.error.removeprefix(f"{end.kind}: ")
-        self._hash_after_callees(WorkerError(end.error) if kind is None else kind(message))
+        self._settle(WorkerError(end.error) if kind is None else kind(message))
 
-    def _hash_after_callees(self, error: QuireError | None) -> None:
+    def _settle(self, error: QuireError | None) -> None:
         """Make start() return or raise."""
         if self._first is None or self._first.done():
             return
@@ -328,7 +328,7 @@ class Supervisor:
             self._watchdog = Watchdog(self._options.watchdog_timeout_s, now)
             self._deliver(message, now)
             self._set_state("ready")
-            self._hash_after_callees(None)
+            self._settle(None)
         else:
             self._deliver(message, now)
 

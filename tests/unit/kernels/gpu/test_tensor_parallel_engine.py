@@ -350,7 +350,7 @@ def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen
     began_s = time.monotonic()
     with pytest.raises(DeviceLostError, match=rf"pipeline stage 0 \(layers 0 to 0\): rank 1 .*{pid}.*SIGKILL"):
         ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 30
     ranks.close()
     assert executor.frames == {}  # and no CUDA graph is left, for which NCCL would wait
 
