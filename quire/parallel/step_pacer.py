@@ -55,7 +55,7 @@ class StepPacer:
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Let other threads have the interpreter soon when they want it, within the block. One thread at a time."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(min(usual, _SWITCH_S))

@@ -48,7 +48,7 @@ def is_draining(server):
 
 @pytest.mark.slow
 def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(start):
-    server = start("--drain-grace", "3")
+    server = start("--drain-grace", "10")
     pid = server.engine_pid()
 
     async def go():
@@ -71,7 +71,7 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
     assert ready.status_code == 503
     for refused in refusals:
         assert refused.status_code == 503
-        assert 1 <= int(refused.headers["retry-after"]) <= 4  # the grace that is left, spread by a quarter
+        assert 1 <= int(refused.headers["retry-after"]) <= 13  # the grace that is left, spread by a quarter
         assert refused.json()["error"]["code"] in ("draining", "server_shutdown")
     assert server.process.wait(30) == 0
     assert not is_alive(pid)

@@ -1,6 +1,6 @@
 """StagedCall: what an executor launches once a step's arrays are in its staging buffer; sent to all ranks of a group.
 
-A message holds some numbers, the bytes of the staging buffer and, for a step without a recording, its lengths. So all ranks
+A message holds some numbers, the bytes of the staging buffer and, for a step without a graph, its lengths. So all ranks
 launch the same, over the same inputs.
 """
 
@@ -54,7 +54,7 @@ class StagedCall(NamedTuple):
     key           of a CUDA graph; None: it is launched one by one, or there is none
     shape         of a step that is launched one by one
     sampling      of a step
-    num_sampled   tokens after which one is sampled; of a decode step that is recorded, padding included
+    num_sampled   tokens after which one is sampled; of a decode step that is captured, padding included
     keeps_hidden  whether logits of its tokens may be asked for later
     """
 

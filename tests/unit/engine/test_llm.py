@@ -436,6 +436,13 @@ def test_stop_string_cannot_end_an_output_within_min_tokens(llm):
     assert run(llm, "the", SamplingParams(**params, min_tokens=2)).outputs[0].finish_reason == "length"
 
 
+def test_stop_string_that_begins_within_min_tokens_ends_the_output_after_them(llm):
+    token = llm.get_tokenizer().encode("x", add_special_tokens=False)
+    params = {"temperature": 0.0, "max_tokens": 6, "allowed_token_ids": token, "stop": ["xxx"], "min_tokens": 4}
+    choice = run(llm, "the", SamplingParams(**params)).outputs[0]
+    assert (choice.text, len(choice.token_ids), choice.stop_reason) == ("xx", 5, "xxx")
+
+
 def test_engine_takes_what_llm_takes(tiny_model):
     engine = LLMEngine(tiny_model, num_kv_blocks=20)
     engine.add_request("a", "the")

@@ -129,7 +129,7 @@ class RunningRouter:
     def __init__(self, router, port):
         self.router = router
         self.port = port
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
 
     def backend(self, fake):
         return self.router.table.get(fake.name)
@@ -137,7 +137,7 @@ class RunningRouter:
     async def post(self, body, path="/v1/completions", **options):
         return await self.client.post(path, json=body, **options)
 
-    async def until(self, condition, timeout_s=10):
+    async def until(self, condition, timeout_s=50):
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.01)

@@ -196,7 +196,7 @@ def follow(path, work, has_replay=True, silence_s=0.2):
         subscriber = KvSubscriber("b", publisher.source, lambda: answers[0], silence_s)
 
         async def until(condition):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not condition():
                     await asyncio.sleep(0.01)
 
@@ -384,20 +384,20 @@ def test_publisher_of_quire_is_followed_in_both_encodings(tmp_path, encoding):
             cache.add(tokens)
             publisher.publish(cache.take())
             subscriber.start()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while num_cached(subscriber.index, tokens) < 5:
                     await asyncio.sleep(0.01)
             for block in range(cache.num_blocks + 1):
                 cache.index.drop(block)
             publisher.publish(cache.take())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while len(subscriber.index):
                     await asyncio.sleep(0.01)
         finally:
             await subscriber.close()
             await asyncio.to_thread(publisher.close)
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_map_encoding_names_the_fields_of_vllm(tmp_path):
