@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.suggestions import did_you_mean
+from quire.cli.other_engines import explain_option
 
 if TYPE_CHECKING:
     import yaml
@@ -122,8 +123,9 @@ def mapping_settings(parser: argparse.ArgumentParser, where: str, pairs: Iterabl
         name = key.replace("_", "-")
         action = options.get(name)
         if action is None:
+            hint = explain_option(f"--{name}", [f"--{one}" for one in options])
             close = difflib.get_close_matches(name, options, 1)
-            raise SettingsError(f"{where}: {key[:100]!r} is no option of `{parser.prog}`{did_you_mean(close)}")
+            raise SettingsError(f"{where}: {key[:100]!r} is no option of `{parser.prog}`{hint or did_you_mean(close)}")
         if action in found:
             raise SettingsError(f"{where}: {key!r} is set twice")
         found[action] = Setting(f"{where}: {key}", _value_of(f"{where}: {key}", action, node))
