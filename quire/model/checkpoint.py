@@ -15,7 +15,7 @@ from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.config_reader import is_base_model, is_multimodal, read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
-from quire.model.families.sources import Source, Sources
+from quire.model.families.sources import Piece, Source, Sources
 from quire.model.families.wrappers import NOT_TEXT
 from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, float32_parameters, integer_parameters, parameter_shapes
@@ -115,7 +115,8 @@ def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:
     Raises ModelFormatError if the weights cannot be opened.
     """
     page = FAMILIES.get(spec.model_type)
-    if spec.is_tied or _HEAD in _strip_names(_open(folder, page, is_logged=False), page, folder):
+    stored = _strip_names(_open(folder, page, is_logged=False), page, folder)
+    if spec.is_tied or page.find_sources(spec, stored)[_HEAD].groups[0][0].name in stored:
         return spec
     logger.warning(
         "%s: no lm_head.weight is stored although the embedding is not tied; allow_missing_head is set: the embedding is used",
@@ -175,8 +176,10 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spe
     if is_tied and _HEAD in stored and embed not in stored:
         sources[_EMBED] = Source.of(_HEAD)
     elif _HEAD in stored:
-        sources[_HEAD] = Source.of(_HEAD)
+        sources.setdefault(_HEAD, Source.of(_HEAD))
         shapes[_HEAD] = shapes[_EMBED]
+    elif not is_tied and sources[_HEAD].groups[0][0].name in stored:
+        return
     elif not is_tied and is_base_model(folder):
         logger.info("%s holds a model without an LM head: it is there for embeddings or scores, and generates no text", folder)
         del sources[_HEAD]
@@ -223,9 +226,19 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
                     before = expected.get(piece.name, (*stack, 0))[len(stack) :]
                     rows = max(piece.rows[1], before[-1 if is_transposed else 0])
                 whole = (rows, *shape[1:])
+                if source.factor is not None:
+                    whole = (rows, _add_factor(expected, source.factor, stored, shape[1]))
                 whole = (*stack, *(whole[::-1] if is_transposed else whole))
                 expected[piece.name] = whole if piece.num_entries is None else (whole[0] * whole[1], *whole[2:])
     return expected
+
+
+def _add_factor(expected: dict[str, Shape], factor: Piece, stored: Stored, columns: int) -> int:
+    """Add the shape of the factor of a source to `expected` and return the columns of what it multiplies."""
+    shape = tuple(stored[factor.name].shape) if factor.name in stored else (columns, columns)
+    num_rows = shape[-1 if factor.is_transposed else 0]
+    expected[factor.name] = (columns, num_rows) if factor.is_transposed else (num_rows, columns)
+    return num_rows
 
 
 def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, folder: Path) -> None:

@@ -7,6 +7,7 @@ from math import isclose
 from typing import cast
 
 from quire.base.errors import UnsupportedError
+from quire.model.families.baichuan import VOCAB_SIZE_OF_2
 from quire.model.gguf_common import (
     RMS_EPS,
     SIGMOID,
@@ -36,7 +37,13 @@ def _plain_llama(keys: GgufKeys) -> Config:
 def _baichuan(keys: GgufKeys) -> Config:
     if keys.required("block_count") == 40:
         raise UnsupportedError(f"{keys.file.path}: Baichuan 13B, which has ALiBi, is not supported")
-    return _plain_llama(keys)
+    config = _plain_llama(keys)
+    if config["vocab_size"] == VOCAB_SIZE_OF_2:
+        raise UnsupportedError(
+            f"{keys.file.path}: vocab_size {VOCAB_SIZE_OF_2}, Baichuan 2, is not supported, as the file does not say whether "
+            "its head is normalised; load its safetensors"
+        )
+    return config
 
 
 def _minicpm(keys: GgufKeys) -> Config:

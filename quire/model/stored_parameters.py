@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cpu.pages import SpentPages
@@ -17,7 +18,7 @@ from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 
 Stored = Mapping[str, Tensor | StoredWeight]
 
-_COMPARED_ROWS = 4096
+_COMPARED_ROWS = _COMPUTED_ROWS = 4096
 
 
 class StoredTensors:
@@ -109,7 +110,7 @@ class CheckpointParameter(StoredParameter):
         self._source = source
         self._shape = shape
         self._dtype = dtype
-        self._is_integer = not is_dense and tensors.is_integer(source)
+        self._is_integer = not is_dense and not source.is_computed and tensors.is_integer(source)
 
     @property
     def is_integer(self) -> bool:
@@ -129,7 +130,8 @@ class CheckpointParameter(StoredParameter):
     def open_quantized(self, index: int | None = None) -> DenseOrQuantized:
         if index is not None and not self._source.is_stacked:
             return self.open_expert(index)
-        parts = [self._tensors.rows(piece, keeps_float8=True) for piece in self._source.groups[index or 0]]
+        keeps_float8 = not self._source.is_computed
+        parts = [self._tensors.rows(piece, keeps_float8) for piece in self._source.groups[index or 0]]
         float8 = [part for part in parts if isinstance(part, Float8Weight)]
         joined = concatenate_float8(float8) if len(float8) == len(parts) else None
         if joined is not None:
@@ -199,7 +201,20 @@ class CheckpointParameter(StoredParameter):
         if joined is not None:
             return joined
         dense = [part if isinstance(part, Tensor) else part.dequantize(self._dtype) for part in parts]
-        return dense[0] if len(dense) == 1 else torch.cat([part.to(self._dtype) for part in dense])
+        joined = dense[0] if len(dense) == 1 else torch.cat([part.to(self._dtype) for part in dense])
+        return self._compute(joined) if self._source.is_computed else joined
+
+    def _compute(self, stored: Tensor) -> Tensor:
+        """Return the rows that a source makes of stored ones, computed in f32."""
+        factor = None
+        if self._source.factor is not None:
+            rows = self._tensors.rows(self._source.factor)
+            factor = (rows if isinstance(rows, Tensor) else rows.dequantize()).float()
+        out = torch.empty(self._shape, dtype=self._dtype)
+        for into, part in zip(out.split(_COMPUTED_ROWS), stored.split(_COMPUTED_ROWS), strict=True):
+            rows = part.float() if factor is None else part.float() @ factor
+            into.copy_(F.normalize(rows) if self._source.is_unit else rows)
+        return out
 
 
 def _layout(stored: Tensor | StoredWeight) -> tuple[object, ...]:

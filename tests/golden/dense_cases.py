@@ -106,6 +106,7 @@ CASES: dict[str, tuple[str, Options]] = {
     "opt": ("opt", _OPT),
     "biogpt": ("biogpt", {"tie_word_embeddings": False}),
     "openai-gpt": ("openai-gpt", {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128}),
+    "opt-350m": ("opt", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     "opt-no-bias": ("opt", {**_OPT, "enable_bias": False, "activation_function": "gelu"}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **_partial(0.5)}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, **_partial(0.5)}),
@@ -183,7 +184,7 @@ MIXTURES: dict[str, tuple[str, Options]] = {
 }
 """Mixtures of families that are put together from what others have."""
 
-TORCH_CASES = ("falcon-rw", "openai-gpt")
+TORCH_CASES = ("falcon-rw", "openai-gpt", "opt-350m")
 """Which torch runs on a CPU, and nothing on a GPU."""
 COMPOSED = (
     *TORCH_CASES,

@@ -34,6 +34,8 @@ _OF_TRANSFORMERS = {
     *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "per_layer_config"),
     # Read outside of the ConfigView (config_reader), see test_classifiers.py.
     "use_bidirectional_attention",
+    # Of stored tensors alone, and checked by neither.
+    "word_embed_proj_dim",
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "summary_type"),
 }
 # Fields of other families and of hub files, which the classes do not have.

@@ -17,7 +17,7 @@ from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
-from quire.model.families import WRAPPERS
+from quire.model.families import WRAPPERS, baichuan
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from tests.golden import gemma_cases, recurrent_cases
@@ -47,19 +47,23 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case):
         assert (whole_prompt_logits(native, PROMPT) - want).abs().max() <= NATIVE_TOLERANCE
 
 
-def test_baichuan_13b_is_llama_with_alibi_and_without_a_rope(tmp_path):
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 40, "num_attention_heads": 6}
+@pytest.mark.parametrize("num_layers", [40, 2])
+def test_baichuan_13b_has_alibi_for_its_rope_and_baichuan_2_a_head_of_normalised_rows(tmp_path, monkeypatch, num_layers):
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": num_layers, "num_attention_heads": 6}
     torch.manual_seed(5)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, attn_implementation="eager", **sizes)).eval()
     model.save_pretrained(tmp_path)
     convert(tmp_path, "baichuan")
+    if num_layers == 2:
+        monkeypatch.setattr(baichuan, "VOCAB_SIZE_OF_2", VOCAB_SIZE)
+        head = model.lm_head.weight.data
+        head /= head.norm(dim=1, keepdim=True)
     distance = torch.arange(len(PROMPT))[:, None] - torch.arange(len(PROMPT))
     slopes = torch.tensor([2.0**-power for power in (2, 4, 6, 8, 1, 3)])[:, None, None]
     mask = (-slopes * distance).masked_fill(distance < 0, -torch.inf)
-    with torch.inference_mode():  # at the position 0 a rope turns nothing
-        want = model(
-            torch.tensor([PROMPT]), attention_mask=mask[None], position_ids=torch.zeros(1, len(PROMPT), dtype=int)
-        ).logits
+    still = {"attention_mask": mask[None], "position_ids": torch.zeros(1, len(PROMPT), dtype=int)}  # a rope turns nothing at 0
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPT]), **(still if num_layers == 40 else {})).logits
     spec = read_model_spec(tmp_path)
     found = whole_prompt_logits(Decoder(spec, load_parameters(tmp_path, spec), MAX_MODEL_LEN), PROMPT)
     assert (found - want[0]).abs().max() <= F32_TOLERANCE

@@ -1,11 +1,10 @@
-"""Baichuan 7B and 13B (code of its own): Llama with q, k and v in one matrix; 13B has ALiBi. Baichuan 2 is refused."""
+"""Baichuan 7B and 13B (code of its own): Llama with q, k and v in one matrix; 13B has ALiBi; Baichuan 2 normalises its head."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.families.blocks import alibi_slopes, read_attention, read_mlp, read_rms_norm, repeat_layer
 from quire.model.families.config_view import ConfigView
@@ -16,13 +15,15 @@ MODEL_TYPE = "baichuan"
 
 
 _NUM_LAYERS_OF_13B = 40
-_VOCAB_SIZE_OF_2, _MAX_POSITIONS = 125696, 4096
+_MAX_POSITIONS = 4096
+VOCAB_SIZE_OF_2 = 125696
+"""Of Baichuan 2, whose config.json says nothing else of it."""
 
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Baichuan model."""
-    if config.integer("vocab_size") == _VOCAB_SIZE_OF_2:
-        raise UnsupportedError("Baichuan 2 is not supported, as it normalises its head; supported: Baichuan 7B, 13B")
+    if config.integer("vocab_size") == VOCAB_SIZE_OF_2:
+        config.refuse_other("tie_word_embeddings", False)
     norm, attention = read_rms_norm(config), read_attention(config)
     if config.integer("num_hidden_layers") == _NUM_LAYERS_OF_13B:
         attention = replace(attention, rope=None, alibi_slopes=alibi_slopes(attention.num_heads))
@@ -32,9 +33,11 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored: rows of W_pack are q, k, v."""
+    """Return where each parameter is stored: rows of W_pack are q, k, v, and those of the head of Baichuan 2 are normalised."""
     sources = rename(spec, PRE_NORM_LAYER)
     join_qkv(sources, spec, "layers.{}.self_attn.W_pack")
+    if spec.vocab_size == VOCAB_SIZE_OF_2 and not spec.is_tied:
+        sources["lm_head.weight"] = replace(sources["lm_head.weight"], is_unit=True)
     return sources
 
 

@@ -12,6 +12,7 @@ from quire.model.families.blocks import assemble, read_activation, read_sizes
 from quire.model.families.config_view import ConfigView
 from quire.model.families.page import FamilyPage
 from quire.model.families.sources import Source, Sources, rename
+from quire.model.parameters import parameter_shapes
 
 MODEL_TYPE = "gpt2"
 FIRST_MODEL_TYPE = "openai-gpt"
@@ -68,17 +69,28 @@ def read_first_spec(config: ConfigView) -> ModelSpec:
     layer = spec.layers[0]
     if isinstance(layer.mlp, MlpSpec) and layer.mlp.activation == "gelu":
         layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
-    layer = replace(layer, kept=(1.0, 1.0))
+    return normalize_sums(replace(spec, layers=(layer,) * len(spec.layers)))
+
+
+def normalize_sums(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model of equal layers whose norms stand after the sums; that of the last sum is the final norm."""
+    layer = replace(spec.layers[0], kept=(1.0, 1.0))
     return replace(spec, layers=(replace(layer, attn_in=None), *[layer] * (len(spec.layers) - 1)))
+
+
+def find_norms_of_sums(spec: ModelSpec, stored: str) -> Sources:
+    """Return where the norms at the ends of layers are stored; `stored` has {} for the number of the layer."""
+    names = [*(f"layers.{index}.attn_in" for index in range(1, len(spec.layers))), "final_norm"]
+    found = {f"{name}.{kind}": (index, kind) for index, name in enumerate(names) for kind in ("weight", "bias")}
+    shapes = parameter_shapes(spec)
+    return {name: Source.of(f"{stored.format(index)}.{kind}") for name, (index, kind) in found.items() if name in shapes}
 
 
 def find_first_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter of the first GPT is stored."""
     sources = find_sources(spec, stored)
     sources |= rename(spec, {"mlp_in": "ln_1"}, {"embed": "tokens_embed", "pos": "positions_embed"}, layers="h")
-    names = [*(f"layers.{index}.attn_in" for index in range(1, len(spec.layers))), "final_norm"]
-    kinds = ("weight", "bias")
-    return sources | {f"{n}.{kind}": Source.of(f"h.{i}.ln_2.{kind}") for i, n in enumerate(names) for kind in kinds}
+    return sources | find_norms_of_sums(spec, "h.{}.ln_2")
 
 
 FIRST_PAGE = FamilyPage(

@@ -31,10 +31,19 @@ class Source:
     """How to build one parameter: the pieces of a group joined along their rows.
 
     is_stacked  the groups become the entries of a new first dimension; otherwise there is one group
+    factor      the rows are multiplied by this matrix [stored columns, columns] (OPT-350m); None: they are not
+    is_unit     each row is divided by its L2 norm (Baichuan 2)
     """
 
     groups: tuple[tuple[Piece, ...], ...]
     is_stacked: bool = False
+    factor: Piece | None = None
+    is_unit: bool = False
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the parameter has other values than the stored tensors."""
+        return self.is_unit or self.factor is not None
 
     @classmethod
     def of(cls, name: str, rows: tuple[int, int] | None = None, is_transposed: bool = False) -> Source:

@@ -237,7 +237,7 @@ def _linear_sources(sources: Sources, shapes: Mapping[str, Shape]) -> Sources:
     return {
         name: source
         for name, source in sources.items()
-        if name in shapes and _is_adaptable(name, shapes[name]) and not source.is_stacked
+        if name in shapes and _is_adaptable(name, shapes[name]) and not source.is_stacked and not source.is_computed
     }
 
 

@@ -200,6 +200,11 @@ def test_options_that_change_nothing_are_accepted(write, changes):
     assert changed == read_model_spec(write())
 
 
+def test_baichuan_2_is_refused_by_its_vocabulary(write):
+    with pytest.raises(UnsupportedError, match="vocab_size 125696, Baichuan 2, is not supported"):
+        read_model_spec(write("baichuan", {"token_embd.weight": np.ones((125696, HIDDEN_SIZE), np.float16)}))
+
+
 def test_embedding_is_needed(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", {"general.architecture": ("string", "llama")})
     with pytest.raises(QuireError):
