@@ -24,7 +24,7 @@ _MTP_MODELS = (
 _OTHER_METHODS = {"ngram_gpu": "ngram", **{f"{model}_mtp": "mtp" for model in _MTP_MODELS}}
 """Names that methods have elsewhere: which layout a layer for multi-token prediction has is seen in what is stored."""
 
-_HASHED: dict[str, tuple[tuple[object, ...], str]] = {
+_SETTLED: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(("draft_tensor_parallel_size", "tensor_parallel_size"), ((1,), "drafts are made on one device")),
     **dict.fromkeys(
         ("enforce_eager", "disable_padded_drafter_batch"), ((False, True), "drafts are neither recorded nor padded")
@@ -44,7 +44,7 @@ _HASHED: dict[str, tuple[tuple[object, ...], str]] = {
 def renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Return options by the names that they have here. Raises ConfigError where one is given twice."""
     found = dict(options)
-    for name, (allowed, why) in _HASHED.items():
+    for name, (allowed, why) in _SETTLED.items():
         value = found.pop(name, None)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             raise ConfigError(f"speculative_config: {name} is {value!r}, but {why}; leave it out")

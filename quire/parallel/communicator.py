@@ -82,7 +82,7 @@ class Communicator(Protocol):
         ...
 
     def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
-        """Begin an all_to_all, next to which the caller may compute, and begin and wait for others; all ranks in one order."""
+        """Begin an all_to_all, next to which the caller may compute and begin others; all ranks in one order."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:

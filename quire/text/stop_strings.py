@@ -26,7 +26,7 @@ class StopStringScanner:
         self._is_done = False
 
     def feed(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
-        """Return the text that may be emitted now and the stop string if one is complete; nothing after a match.
+        """Return the text that may be emitted now, and the stop string if one is complete; nothing after a match.
 
         may_end  False: stop strings that are complete in this text are passed over; one may begin in it and end in later text
 

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, pipeline_stage
-from tests.ranks import assert_nothing_new, command_lines_of_children, is_alive, left_behind
+from tests.ranks import assert_nothing_new, command_lines_of_children, is_alive, left_behind, wait_until
 
 pytestmark = [
     pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
@@ -157,10 +157,7 @@ def test_processes_end_with_their_leader_in_steps(options, num_workers):
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    end_s = time.monotonic() + LIMIT_S
-    while any(map(is_alive, pids)) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert not any(map(is_alive, pids))
+    assert wait_until(lambda: not any(map(is_alive, pids)), LIMIT_S)
     assert_nothing_new(before)
 
 

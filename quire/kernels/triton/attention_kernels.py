@@ -1,9 +1,8 @@
 """Device code of paged attention: runs of queries against the cached keys of their sequence.
 
 A program handles one key-value head and all query heads that share it, for a run of queries of one sequence: row r is query
-r // GROUP, head r % GROUP. Keys are processed in tiles of BLOCK_N at fixed positions, and in split launches one program
-processes a chunk of CHUNK positions. So the sums of a row depend on its own position and on whether its launch is split, not
-on the batch, on where a prompt was split, or on padding.
+r // GROUP, head r % GROUP. Tiles of BLOCK_N keys, and in split launches chunks of CHUNK keys have fixed positions. So a row's
+sums depend on its own position and on whether its launch is split, not on the batch, the chunks of its prompt, or padding.
 """
 
 from __future__ import annotations

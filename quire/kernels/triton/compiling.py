@@ -51,7 +51,7 @@ class CompiledKernel:
     shared_bytes   per program
     opcodes        number of occurrences of each machine instruction, by its name with all modifiers
     num_early_loads
-                   loads from global memory before the kernel waits for the previous launch, see pdl.py; 0 without a wait
+                   loads from global memory before the kernel waits (pdl.py); 0 without a wait
     """
 
     num_registers: int

@@ -1,7 +1,7 @@
 """Float8 linear layers: activations are quantised per token or per group of columns, for steps with many tokens.
 
-Hopper's tensor cores multiply float8 twice as fast as bfloat16. Steps with fewer tokens are bound by reading the weights, and
-linear.py leaves their activations unquantised.
+Hopper's tensor cores multiply float8 twice as fast as bfloat16. Steps with fewer tokens are bound by reading weights, and not
+quantised.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | Non
     x        [T, K] float, with contiguous rows
     weight   float8, see pack_float8
     bias     [O] float
-    Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. Rows are independent, except that a library
-             call's bits, and those of a weight with few rows, may depend on the number of tokens
+    Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. The bits of a library call, and of a weight
+             with few rows, may depend on the number of tokens
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     if _fits_library(x, weight):

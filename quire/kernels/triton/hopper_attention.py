@@ -46,8 +46,7 @@ def attend_prompts_launch(
     tile = prompt_tile(spec.head_dim, q.dtype, k.dtype)
     if tile is None or tiles.num_tiles > _MOST_PADDING * -(-q.shape[0] // tiles.num_queries):
         return None
-    # Few programs begin with the longest of all heads, so that the last ones are short. Of many, those of one head run
-    # together, as they read the same keys.
+    # Few programs begin with the longest of all heads, so that the last are short. Many run head by head, to share keys.
     num_programs = tiles.num_tiles * spec.num_kv_heads
     has_few = num_programs < SPLIT_PROGRAMS
     arguments = {

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     kernel     a function decorated with triton.jit
     grid       number of programs per axis
     arguments  by parameter name: values that change between launches. Kernels do not specialise numbers that may take any
-               value: otherwise 1, multiples of 16 and other numbers would each be compiled, in the middle of serving
+               value: else 1, multiples of 16 and others would each be compiled, in the middle of serving
     constants  by parameter name: values for which the code is compiled
     num_warps  warps of 32 threads per program
     num_stages pipelined tiles of a loop

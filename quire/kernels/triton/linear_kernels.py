@@ -151,7 +151,7 @@ def multiply_packed(
     """Write rows program_id(0) of the weight times tokens program_id(1): x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype.
 
     Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are doubled
-    4-bit floats. The weight is the left operand: its rows fill the wide matrix instruction with any number of tokens.
+    4-bit floats. The weight is the left operand, so that its rows fill the matrix instruction.
 
     codes       [NUM_ROWS, NUM_COLUMNS] int8, float8 or u8, its bits; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of
                 BLOCK_K columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits

@@ -43,8 +43,8 @@ def group_rows(adapters: Tensor, num_adapters: int) -> RowGroups:
 
 
 def group_pairs(adapters: Tensor, has_experts: Tensor, experts: Tensor, num_experts: int) -> RowGroups:
-    """Sort the (token, choice) pairs of a mixture by adapter and expert: `add_low_rank` then takes the matrices of
-    adapter * num_experts + expert in place of an adapter's.
+    """Sort the (token, choice) pairs of a mixture by adapter and expert, whose matrices `add_low_rank` then takes at index
+    adapter * num_experts + expert.
 
     adapters     [T] i32, the index of each token's adapter; -1: none
     has_experts  [adapters] i32, 1 for adapters with matrices of experts, 0 for others

@@ -38,6 +38,9 @@ def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> A
     value_dim = config.nullable_integer("v_head_dim")
     if value_dim is None:
         value_dim = config.integer("hidden_size") // num_heads
+    rope = read_rope(config, rope_dim) if rope is None else rope
+    if rope.dim != rope_dim:
+        raise config.error("the size that partial_rotary_factor gives", rope.dim, f"qk_rope_head_dim ({rope_dim})")
     norm = NormSpec("rms", _NORM_EPS)
     latent = LatentSpec(config.nullable_integer("q_lora_rank"), kv_rank, nope_dim, rope_dim, value_dim, norm, has_bias)
     return AttentionSpec(
@@ -45,7 +48,7 @@ def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> A
         num_kv_heads=1,
         head_dim=kv_rank + rope_dim,
         scale=(nope_dim + rope_dim) ** -0.5 * read_score_scaling(config),
-        rope=read_rope(config, rope_dim) if rope is None else rope,
+        rope=rope,
         has_o_bias=has_bias,
         latent=latent,
     )

@@ -1,4 +1,5 @@
-"""OPT and BioGPT (2022): LayerNorm, learned positions whose table has two more rows first, biases everywhere, a tied head."""
+"""OPT and BioGPT (2022): LayerNorm, learned positions whose table has two more rows first, biases everywhere, a tied head;
+OPT-350m, whose norms stand after the sums, runs by torch on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Drafters: draft models and draft heads on a device. They are loaded with the model and counted in its memory plan.
 
-Weights and buffers are allocated before memory is measured; the cache has as many blocks as the model's, which adds to the
-bytes of a block; the largest step is measured as the model's is.
+Weights and buffers are allocated before memory is measured, and so is the largest step. The cache has as many blocks as the
+model's: their bytes add to those of a block.
 """
 
 from __future__ import annotations

@@ -484,8 +484,8 @@ def plan_device_memory(
 
     num_batched_tokens
                     of a step at most, for which a sequence holds blocks of the window group
-    has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
-                    GPU has it for nothing else, and prefixes stay cached in what sequences leave
+    has_own_memory  no: the memory is the host's, of which max_num_seqs sequences of max_model_len get what they need. On a GPU
+                    what they leave keeps prefixes cached
     draft_block_bytes
                     what drafts keep under each block, also under those of other homes
     Raises ConfigError, with the numbers and what to change, where nothing is left.

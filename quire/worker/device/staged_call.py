@@ -21,9 +21,8 @@ from quire.worker.parallel_messages import Call, Encoded
 
 
 class ChangeCounts(NamedTuple):
-    """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
-    recurrent states to copy, blocks to copy and tokens to move in the window group, and rows, words and biases of the tables of
-    logits processors."""
+    """How many changes come before a step: entries of block tables, blocks to copy, tokens to move, their sequences, recurrent
+    states to copy, blocks and tokens of the window group, and rows, words and biases of the tables of logits processors."""
 
     num_entries: int = 0
     num_copies: int = 0

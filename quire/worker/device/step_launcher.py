@@ -416,8 +416,8 @@ class StepLauncher:
         self.staging.host_bytes[: len(staged)] = staged
 
     def kept(self, rows: Tensor) -> Tensor:
-        """Return what is kept of a step until it is collected. With stages, other steps run before that, and a CUDA graph
-        writes where the one before has."""
+        """Return what is kept of a step until it is collected: with stages a copy, as other steps overwrite the arrays of CUDA
+        graphs before that."""
         return rows if self._stage is None else rows.clone()
 
     def logits_of(self, hidden: Tensor, adapters: NDArray[np.int32] | None) -> Tensor:

@@ -230,8 +230,8 @@ class _NoExchange:
 
 
 def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
-    """Yield steps with prompts of every kind that kernels tell apart: by powers of two, by what fits one chunk of keys, and by
-    whether quantised weights are dequantised for them."""
+    """Yield steps with prompts of every kind that kernels distinguish: powers of two, one chunk of keys or more, and whether
+    quantised weights are dequantised."""
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = _powers_of_two(most)

@@ -19,7 +19,7 @@ from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.http.lifecycle import listen
 from tests.unit.fleet.fake_process import FakeProcess
-from tests.unit.router.fake_backend import FakeBackend, begin_stream, respond, send_chunk
+from tests.unit.router.fake_backend import FakeBackend, begin_stream, respond, run, send_chunk
 
 KEYS = (ApiKey("one", hash_key("secret"), is_admin=True),)
 
@@ -83,10 +83,6 @@ async def serving(*names, memory=10, answers=None, fields=None, **options):
         await running
         await fleet.manager.close()
         fleet.sock.close()
-
-
-def run(work):
-    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_model_is_loaded_by_its_first_request_and_another_one_takes_its_place():

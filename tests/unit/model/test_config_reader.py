@@ -99,6 +99,11 @@ def test_head_dim_when_absent_null_or_given(write_config, model_type, changes, h
     assert attention.scale == head_dim**-0.5
 
 
+def test_defaults_that_differ_from_those_of_a_class_alike(write_config):
+    assert read_model_spec(write_config("mellum")).layers[0].mlp.num_experts == 64
+    assert read_model_spec(write_config("opt")).is_tied  # word_embed_proj_dim is hidden_size
+
+
 def test_granite_scale_when_absent_is_one(write_config):
     assert read_model_spec(write_config("granite")).layers[0].attention.scale == 1.0
 

@@ -34,7 +34,7 @@ one of these values of `model_type`; every other one is refused with the nearest
   types whose layers differ from those of all others with the CPU, in Triton's interpreter; not every type.
 - **GGUF**: values of `general.architecture` that it is loaded from, read as llama.cpp's converter writes them; "-": from
   safetensors only, as that converter does not know the type (files of Bamba, which have a rope, of MPT, Sarvam
-  30B, Laguna and of Granite mixtures with windows are refused). Weights of every model may be
+  30B, Laguna, Baichuan 2 and of Granite mixtures with windows are refused). Weights of every model may be
   [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
 - **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
   recurrent state, compressed keys or an indexer of blocks verify chains only.

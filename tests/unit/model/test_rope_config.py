@@ -28,6 +28,12 @@ def test_theta_in_both_styles_and_absent(read_rope):
     assert read_rope("mixtral", num_key_value_heads=2) == RopeSpec(8, 1e6)
 
 
+def test_latent_heads_are_rotated_whole(read_rope):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    with pytest.raises(ModelFormatError, match=r"partial_rotary_factor gives must be qk_rope_head_dim \(6\), got 12"):
+        read_rope("mistral4", num_key_value_heads=4, qk_rope_head_dim=6, qk_nope_head_dim=10, rope_parameters=rope)
+
+
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gpt_neox_japanese"])
 def test_theta_by_the_old_name(read_rope, model_type):
     assert read_rope(model_type, rotary_emb_base=5e3, rotary_pct=0.5) == RopeSpec(4, 5e3)

@@ -7,11 +7,16 @@ import json
 import httpx
 
 from quire.router.config import RouterConfig, parse_backend
-from quire.router.main import Router, allowed_hosts
+from quire.router.main import Router
 from quire.serving.config import ServerConfig
 from quire.serving.http.lifecycle import listen
 
 CHUNKED = "transfer-encoding: chunked"
+
+
+def run(work):
+    """Return what a coroutine returns, within a minute."""
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 class FakeBackend:
@@ -184,6 +189,3 @@ async def backends(*fakes):
     finally:
         for fake in fakes:
             await fake.stop()
-
-
-__all__ = ["FakeBackend", "allowed_hosts", "backends", "begin_stream", "end_stream", "respond", "routing", "send_chunk"]

@@ -128,13 +128,9 @@ def test_heartbeat_rises_in_a_wait_and_stands_still_in_a_stopped_process():
     shared = Shared(2)
     (pid,) = start_processes(1, lambda _: int(native.process_barrier_wait(shared.state, 1, 2)))
     try:
-        deadline = time.monotonic() + 30
-        while native.heartbeat(shared.state, 1) < 10 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: native.heartbeat(shared.state, 1) >= 10)
         before = native.heartbeat(shared.state, 1)
-        while native.heartbeat(shared.state, 1) == before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert native.heartbeat(shared.state, 1) > before
+        assert wait_until(lambda: native.heartbeat(shared.state, 1) > before)
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)  # it has stopped
         before = native.heartbeat(shared.state, 1)

@@ -23,6 +23,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from tests.unit.kernels.gpu.test_triton_fused import GEMMA, RMS, TOLERANCES, draw
+from tests.unit.kernels.gpu.test_triton_linear import on
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -61,11 +62,6 @@ WEIGHTS = {
     "int4 of 64 with offsets": lambda rows, columns: four_bits(rows, columns, 64, True, 0),
     "float4 of 32": lambda rows, columns: float4(rows, columns, 32),
 }
-
-
-def on(device, weight):
-    parts = {name: getattr(weight, name) for name in ("codes", "scales", "offsets")}
-    return replace(weight, **{name: None if part is None else part.to(device) for name, part in parts.items()})
 
 
 @pytest.mark.covering
