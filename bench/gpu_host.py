@@ -17,7 +17,7 @@ import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
@@ -31,14 +31,14 @@ _SIZES = StepSizes(256, 8192, 40960)
 
 
 class _NothingLaunched:
-    """Stands for a recorder: what it returns launches nothing."""
+    """Stands for a capturer: what it returns launches nothing."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """See GraphRecorder."""
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """See GraphCapturer."""
         return lambda: None
 
 
-def make_stepper(num_layers: int, is_recorded: bool) -> GpuStepExecutor:
+def make_stepper(num_layers: int, is_captured: bool) -> GpuStepExecutor:
     """Return a stepper of a model without memory."""
     rms = NormSpec("rms", 1e-6)
     attention = AttentionSpec(16, 8, 128, 128**-0.5, RopeSpec(128, 1e6), qk_norm=rms)
@@ -49,7 +49,7 @@ def make_stepper(num_layers: int, is_recorded: bool) -> GpuStepExecutor:
     }
     decoder = DeviceDecoder(spec, parameters, _SIZES.max_model_len, _META)
     pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, _META)
-    return GpuStepExecutor(decoder, pool, _SIZES, StepGraphs(_NothingLaunched() if is_recorded else None))
+    return GpuStepExecutor(decoder, pool, _SIZES, StepGraphs(_NothingLaunched() if is_captured else None))
 
 
 def mixed_step(num_decodes: int, prompts: list[int], context_len: int) -> HostStep:
@@ -72,19 +72,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     cases = ((0, [64]), (0, [512]), (63, [193]), (200, [1000, 848]), (0, [4096]))
-    for is_recorded, (num_decodes, prompts) in itertools.product((False, True), cases):
-        stepper = make_stepper(options.layers, is_recorded)
+    for is_captured, (num_decodes, prompts) in itertools.product((False, True), cases):
+        stepper = make_stepper(options.layers, is_captured)
         step, changes = mixed_step(num_decodes, prompts, 700), BlockTableUpdates([])
         times: list[float] = []
         counts: list[int] = []
         with torch.inference_mode():
             for _ in range(options.steps):
-                with noted_launches() as launches:
+                with collected_launches() as launches:
                     started = time.perf_counter()
                     stepper.launch(step, "plain", changes)
                     times.append(time.perf_counter() - started)
                 counts.append(len(launches))
-        row = {"is_recorded": is_recorded, "decodes": num_decodes, "prompts": prompts, "launches": counts[-1]}
+        row = {"is_captured": is_captured, "decodes": num_decodes, "prompts": prompts, "launches": counts[-1]}
         times = sorted(times[2:])
         shown = {"median_ms": times[len(times) // 2] * 1e3, "best_ms": times[0] * 1e3}
         print(json.dumps({**row, **{name: round(value, 3) for name, value in shown.items()}}), flush=True)

@@ -1,5 +1,5 @@
 """What launching costs on a GPU, for bench/gpu.py: a launch in a graph and by itself, ahead of its predecessor's end, and how
-long the GPU waits between recorded steps.
+long the GPU waits between captured steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.triton.bound import run_by_triton
 from quire.kernels.triton.launching import Launch
-from quire.worker.device.graphs import CudaGraphRecorder, GraphRecorder
+from quire.worker.device.graphs import CudaGraphCapturer, GraphCapturer
 
 Row = dict[str, object]
 Stamp = TypeVar("Stamp")
@@ -41,14 +41,14 @@ def launch_rows(device: torch.device) -> Iterator[Row]:
         _launch(x, is_ahead=False).run()
         yield {"section": "launches", "kind": "one by one", "us": None}
         return
-    for name, is_ahead, is_recorded, run in (
+    for name, is_ahead, is_captured, run in (
         ("in a graph", False, True, Launch.run),
         ("in a graph, ahead", True, True, Launch.run),
         ("one by one", False, False, Launch.run),
         ("one by one, by Triton", False, False, run_by_triton),
     ):
         x.zero_()
-        seconds = _time_launches(x, is_ahead, is_recorded, run)
+        seconds = _time_launches(x, is_ahead, is_captured, run)
         row: Row = {"section": "launches", "kind": name, "us": seconds * 1e6}
         yield row | {"is_right": int(x) % _LAUNCHES == 0 and int(x) > 0}
 
@@ -57,7 +57,7 @@ def _launch(x: Tensor, is_ahead: bool) -> Launch:
     return Launch(add_one, (1,), {"x_ptr": x}, {"IS_AHEAD": is_ahead}, num_warps=1, is_pdl=is_ahead)
 
 
-def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool, launch: Callable[[Launch], None]) -> float:
+def _time_launches(x: Tensor, is_ahead: bool, is_captured: bool, launch: Callable[[Launch], None]) -> float:
     """Return the median seconds of a launch, of so many one behind the other."""
 
     def run() -> None:
@@ -66,8 +66,8 @@ def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool, launch: Callabl
 
     run()
     torch.cuda.synchronize()
-    if is_recorded:
-        run = CudaGraphRecorder(x.device).record(run)
+    if is_captured:
+        run = CudaGraphCapturer(x.device).capture(run)
     times: list[float] = []
     for _ in range(_REPLAYS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,21 +79,21 @@ def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool, launch: Callabl
     return sorted(times)[len(times) // 2]
 
 
-class StampedRecorder(Generic[Stamp]):
-    """Records steps whose replays each stand between two stamps; see idle_share.
+class StampedCapturer(Generic[Stamp]):
+    """Captures steps whose replays each stand between two stamps; see idle_share.
 
-    errors  of recordings
+    errors  of captures
     """
 
-    def __init__(self, recorder: GraphRecorder, stamp: Callable[[], Stamp]) -> None:
-        self._recorder, self._stamp = recorder, stamp
+    def __init__(self, capturer: GraphCapturer, stamp: Callable[[], Stamp]) -> None:
+        self._capturer, self._stamp = capturer, stamp
         self.spans: list[tuple[Stamp, Stamp]] = []
         self.errors: list[str] = []
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a step; see GraphRecorder. What it raises, with which steps go on one by one, is noted."""
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture a step; see GraphCapturer. What it raises, with which steps go on one by one, is noted."""
         try:
-            replay = self._recorder.record(step)
+            replay = self._capturer.capture(step)
         except Exception as error:
             self.errors.append(repr(error))
             raise
@@ -106,28 +106,28 @@ class StampedRecorder(Generic[Stamp]):
         return stamped
 
 
-class RepeatingRecorder:
-    """Stands for a recorder where nothing can be recorded: launches a step again one by one."""
+class RepeatingCapturer:
+    """Stands for a capturer where nothing can be captured: launches a step again one by one."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return the step."""
         return step
 
 
-DeviceRecorder = StampedRecorder[torch.cuda.Event] | StampedRecorder[float]
+DeviceCapturer = StampedCapturer[torch.cuda.Event] | StampedCapturer[float]
 
 
-def stamped_recorder(device: torch.device) -> DeviceRecorder:
-    """Return a recorder with stamps of the device's own clock, or of the host's where it is the host."""
+def stamped_capturer(device: torch.device) -> DeviceCapturer:
+    """Return a capturer with stamps of the device's own clock, or of the host's where it is the host."""
     if device.type != "cuda":
-        return StampedRecorder(RepeatingRecorder(), time.perf_counter)
+        return StampedCapturer(RepeatingCapturer(), time.perf_counter)
 
     def stamp() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    return StampedRecorder(CudaGraphRecorder(device), stamp)
+    return StampedCapturer(CudaGraphCapturer(device), stamp)
 
 
 def idle_share(spans: Sequence[tuple[Stamp, Stamp]], seconds_between: Callable[[Stamp, Stamp], float]) -> float:
@@ -140,12 +140,12 @@ def idle_share(spans: Sequence[tuple[Stamp, Stamp]], seconds_between: Callable[[
     return idle_s / (busy_s + idle_s)
 
 
-def measured_idle_share(recorder: DeviceRecorder, num_steps: int) -> Row:
-    """Return idle_share of the last so many replays of a recorder of `stamped_recorder`, once they are done, as part of a row;
-    or why steps were not recorded."""
-    if recorder.errors:
-        return {"error": f"{len(recorder.errors)} kinds of steps were not recorded", "output": recorder.errors[0]}
-    spans = recorder.spans[-num_steps:]
+def measured_idle_share(capturer: DeviceCapturer, num_steps: int) -> Row:
+    """Return idle_share of the last so many replays of a capturer of `stamped_capturer`, once they are done, as part of a row;
+    or why steps were not captured."""
+    if capturer.errors:
+        return {"error": f"{len(capturer.errors)} kinds of steps were not captured", "output": capturer.errors[0]}
+    spans = capturer.spans[-num_steps:]
     if len(spans) < 2:
         return {"error": f"{len(spans)} steps were replayed"}
     if isinstance(spans[0][0], float):

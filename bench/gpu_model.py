@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu_launches import DeviceRecorder, measured_idle_share, stamped_recorder
+from gpu_launches import DeviceCapturer, measured_idle_share, stamped_capturer
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
@@ -46,7 +46,7 @@ Row = dict[str, object]
 _BLOCK_SIZE = 64
 WARM_UP_STEPS = 3
 _STEPS = 56
-"""Timed decode steps: with those before them a context of 960 stays below 1,024, and one of 4,000 below 4,096, where a recorded
+"""Timed decode steps: with those before them a context of 960 stays below 1,024, and one of 4,000 below 4,096, where a captured
 step ends."""
 _SCALED_COLUMNS = 128
 
@@ -188,7 +188,7 @@ def engine_rows(place: Place, until_s: float, is_ahead: bool = True) -> Iterator
     """
     shape = TINY if place.is_tiny else SMALL
     folder = write_random_model(shape, place.folder / shape.name)
-    recorders = stamp_recordings()
+    capturers = stamp_captures()
     llm = LLM(str(folder), async_scheduling=None if is_ahead else False, **engine_options(place))
     generate(llm, [[1, 2, 3]], [1])
     for length in () if not is_ahead else (9,) if place.is_tiny else (512, 2048, 8192):
@@ -201,7 +201,7 @@ def engine_rows(place: Place, until_s: float, is_ahead: bool = True) -> Iterator
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
     if is_ahead:
         yield from engine_decode_rows(place, shape, llm, until_s)
-    yield from _mixed_rows(place, shape, llm, recorders, until_s)
+    yield from _mixed_rows(place, shape, llm, capturers, until_s)
     llm.close()
 
 
@@ -219,39 +219,39 @@ def engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> 
         yield {**row, "tokens_per_s": batch * (num_tokens - 1) / seconds}
 
 
-def stamp_recordings() -> list[DeviceRecorder]:
-    """Have engines that are made from now on stamp the steps that they record; returns where their recorders will be."""
-    found: list[DeviceRecorder] = []
+def stamp_captures() -> list[DeviceCapturer]:
+    """Have engines that are made from now on stamp the steps that they capture; returns where their capturers will be."""
+    found: list[DeviceCapturer] = []
 
-    def make(device: torch.device) -> DeviceRecorder:
-        found.append(stamped_recorder(device))
+    def make(device: torch.device) -> DeviceCapturer:
+        found.append(stamped_capturer(device))
         return found[-1]
 
-    build.CudaGraphRecorder = make
+    build.CudaGraphCapturer = make
     return found
 
 
-def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceRecorder], until_s: float) -> Iterator[Row]:
+def _mixed_rows(place: Place, shape: Shape, llm: LLM, capturers: list[DeviceCapturer], until_s: float) -> Iterator[Row]:
     """Yield how fast an engine runs the mixed workload, twice, and how long the GPU waits between steps after its prompts.
 
-    recorders  of engines, this one's last; empty where nothing is recorded
+    capturers  of engines, this one's last; empty where nothing is captured
     """
     count, sizes = (2, (5, 9)) if place.is_tiny else (256, (100, 1024))
     prompts = random_prompts(count, sizes, shape, 0)
     lengths = [random.Random(1).randint(2, 3) for _ in prompts] if place.is_tiny else _lengths(count, sizes, 1)
     total = sum(lengths)
-    for is_first in (True, False):  # the first time, steps of every size are compiled and recorded
+    for is_first in (True, False):  # the first time, steps of every size are compiled and captured
         if time.perf_counter() > until_s:
             break
         steps = llm.llm_engine.stats.num_steps
-        num_spans = len(recorders[-1].spans) if recorders else 0
+        num_spans = len(capturers[-1].spans) if capturers else 0
         seconds = generate(llm, prompts, lengths)
         row: Row = {"section": "mixed", "model": shape.name, "is_first": is_first, "output_tokens": total}
         row["is_ahead"] = llm.llm_engine.config.async_scheduling is not False
         row |= {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
-        if recorders:
+        if capturers:
             # All prompts are in the first steps: there are none between those of the second half.
-            row |= measured_idle_share(recorders[-1], (len(recorders[-1].spans) - num_spans) // 2)
+            row |= measured_idle_share(capturers[-1], (len(capturers[-1].spans) - num_spans) // 2)
         yield row
 
 
@@ -307,10 +307,10 @@ class RandomModel(NamedTuple):
     weight_bytes: int
     common: Row
 
-    def stepper(self, place: Place, recorder: DeviceRecorder | None, adapters: DeviceAdapters | None = None) -> GpuStepExecutor:
+    def stepper(self, place: Place, capturer: DeviceCapturer | None, adapters: DeviceAdapters | None = None) -> GpuStepExecutor:
         """Return what launches its steps, over a KV pool of its own."""
         pool = DeviceKvPool(self.kv, self.num_blocks, place.device)
-        return GpuStepExecutor(self.decoder, pool, self.sizes, StepGraphs(recorder), None, adapters)
+        return GpuStepExecutor(self.decoder, pool, self.sizes, StepGraphs(capturer), None, adapters)
 
 
 def decode_cases(place: Place) -> list[tuple[int, int]]:
@@ -355,15 +355,15 @@ def prompt_lengths(place: Place) -> list[int]:
 
 
 def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
-    """Yield the times of steps of a model with random weights on the device: decode steps as recorded graphs and one by one,
+    """Yield the times of steps of a model with random weights on the device: decode steps as captured graphs and one by one,
     and steps with a prompt, the same ways."""
     compiled: list[Row] = []
     model = make_model(place, shape, options, compiled)
     yield from compiled
     kinds = ((True, True), (False, True)) if place.is_tiny else ((True, True), (True, False), (False, True))
-    for is_recorded, model.decoder.is_fused in kinds:
+    for is_captured, model.decoder.is_fused in kinds:
         # Each kind has its own KV pool, of half of the device where models are large: the last one's is gone by then.
-        yield from _rows_of_kind(place, model, is_recorded, until_s)
+        yield from _rows_of_kind(place, model, is_captured, until_s)
         release_memory(place.device)
 
 
@@ -374,33 +374,33 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: float) -> Iterator[Row]:
+def _rows_of_kind(place: Place, model: RandomModel, is_captured: bool, until_s: float) -> Iterator[Row]:
     shape, decoder, kv, cases = model.shape, model.decoder, model.kv, decode_cases(place)
-    recorder = stamped_recorder(place.device) if is_recorded else None
-    stepper = model.stepper(place, recorder)
-    chosen = cases if decoder.is_fused and is_recorded else cases[: 5 if is_recorded else 0 if place.is_tiny else 1]
+    capturer = stamped_capturer(place.device) if is_captured else None
+    stepper = model.stepper(place, capturer)
+    chosen = cases if decoder.is_fused and is_captured else cases[: 5 if is_captured else 0 if place.is_tiny else 1]
     for count, length in chosen:
         if time.perf_counter() > until_s:
             break
         num_steps = 2 if place.is_tiny else _STEPS
         seconds = time_steps(stepper, count, length, num_steps)
         bound_s = (model.weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
-        row: Row = {"section": "decode", **model.common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
+        row: Row = {"section": "decode", **model.common, "is_captured": is_captured, "is_fused": decoder.is_fused}
         row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
         row["share"] = bound_s / seconds
-        yield row if recorder is None else row | measured_idle_share(recorder, num_steps)
+        yield row if capturer is None else row | measured_idle_share(capturer, num_steps)
     for prompt in prompt_lengths(place) if decoder.is_fused else []:  # which is the same for them
         if time.perf_counter() > until_s:
             break
         seconds = time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
-        row = {"section": "prompt", **model.common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
+        row = {"section": "prompt", **model.common, "is_captured": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
         row["step_us"] = seconds * 1e6
         yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
     stepper.close()
 
 
 def adapter_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
-    """Yield the times of recorded steps whose tokens have LoRA adapters: none, one, or several in turn."""
+    """Yield the times of captured steps whose tokens have LoRA adapters: none, one, or several in turn."""
     compiled: list[Row] = []
     model = make_model(place, shape, Options(), compiled)
     yield from compiled
@@ -408,8 +408,8 @@ def adapter_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     held = DeviceAdapters(model.decoder.spec, num_adapters, rank, place.device)
     for matrices in held.tensors():
         matrices.normal_(std=0.02)
-    recorder = stamped_recorder(place.device)
-    stepper = model.stepper(place, recorder, held)
+    capturer = stamped_capturer(place.device)
+    stepper = model.stepper(place, capturer, held)
     decodes, prompts = ([(2, 40)], [9]) if place.is_tiny else ([(1, 960), (8, 960), (64, 960)], [512, 2048])
     for count, length in [*decodes, *((0, length) for length in prompts)]:
         for used in (0, 1, num_adapters):
@@ -425,7 +425,7 @@ def adapter_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
             else:
                 seconds = time_prompt(stepper, length, 1 if place.is_tiny else 5, numbers)
                 row |= {"tokens": length}
-            yield row | {"step_us": seconds * 1e6} | ({"error": recorder.errors[0]} if recorder.errors else {})
+            yield row | {"step_us": seconds * 1e6} | ({"error": capturer.errors[0]} if capturer.errors else {})
     stepper.close()
 
 
@@ -477,7 +477,7 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
 
 
 def time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int, adapters: NDArray[np.int32] | None = None) -> float:
-    """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such.
+    """Return the median seconds of a step with that many tokens of one prompt, captured where the stepper captures such.
 
     adapters  see HostStep
     """

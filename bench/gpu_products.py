@@ -13,18 +13,18 @@ from torch import Tensor
 from quire.contracts.model_spec import NormSpec
 from quire.kernels.triton.float8 import float8_launches, quantize
 from quire.kernels.triton.fused_linear import Epilogue
-from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch
+from quire.kernels.triton.fused_quantized import MOST_TOKENS, fused_quantized_launch
 from quire.kernels.triton.hopper_attention import runs_on
-from quire.kernels.triton.hopper_linear import MOST_OF_FEW, many_launches
+from quire.kernels.triton.hopper_linear import MAX_SMALL_BATCH, large_batch_launches
 from quire.kernels.triton.launching import run_all
-from quire.kernels.triton.linear import multiply_launches, widen
+from quire.kernels.triton.linear import dequantize, multiply_launches
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
-from quire.kernels.triton.tiles import ManyTile
+from quire.kernels.triton.tiles import LargeBatchTile
 
 Row = dict[str, object]
 _BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-_FP8_SPEEDUP = 2  # of the matrix units
+_FP8_SPEEDUP = 2  # of the tensor cores
 _WARM_BYTES = 160e6
 
 
@@ -100,14 +100,14 @@ def ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tup
             name, Epilogue(residual_scale=1.0)
         )
         fused = torch.zeros(x.shape[0], size[0] // 2 if name == "gate_up" else size[0], dtype=x.dtype, device=x.device)
-        yield "fused", lambda weight: multiply_codes_launch(fused, x, weight, norm, epilogue).run()
+        yield "fused", lambda weight: fused_quantized_launch(fused, x, weight, norm, epilogue).run()
     if x.shape[0] <= 256:
         yield "dequantised in the kernel", launched(multiply_launches)
-    if kind == "int4" and x.shape[0] > MOST_OF_FEW and runs_on(x.device):
+    if kind == "int4" and x.shape[0] > MAX_SMALL_BATCH and runs_on(x.device):
         for tokens in (64, 128, 256):
-            yield f"dequantised in registers, {tokens}", launched(partial(many_launches, tile=ManyTile(tokens, 3)))
+            yield f"dequantised in registers, {tokens}", launched(partial(large_batch_launches, tile=LargeBatchTile(tokens, 3)))
     if x.shape[0] >= 64:
-        yield "dequantised, cuBLAS", lambda weight: torch.mm(x, widen(weight, x.dtype).t(), out=out)
+        yield "dequantised, cuBLAS", lambda weight: torch.mm(x, dequantize(weight, x.dtype).t(), out=out)
     if x.shape[0] >= 64 and kind == "fp8":
         yield "fp8 inputs", launched(float8_launches)
         if x.device.type == "cuda":
@@ -124,6 +124,6 @@ def _difference(found: Tensor | None, x: Tensor, weight: Tensor | DeviceQuantize
     """Return the relative error of a product; None where it is fused with other operations."""
     if found is None:
         return None
-    wide = weight.float() if isinstance(weight, Tensor) else widen(weight, torch.float32)
+    wide = weight.float() if isinstance(weight, Tensor) else dequantize(weight, torch.float32)
     expected = x.float() @ wide.t()
     return ((found.float() - expected).norm() / expected.norm()).item()

@@ -29,7 +29,7 @@ def profile_rows(place: gpu_model.Place, shape: gpu_model.Shape, until_s: float)
     """Yield the kernels of decode steps of 1, 8 and 64 sequences, and of a prompt, with their time and share."""
     compiled: list[Row] = []
     model = gpu_model.make_model(place, shape, gpu_model.Options(), compiled)
-    stepper = model.stepper(place, None if place.is_tiny else gpu_model.stamped_recorder(place.device))
+    stepper = model.stepper(place, None if place.is_tiny else gpu_model.stamped_capturer(place.device))
     cases = [(2, 40)] if place.is_tiny else [(1, 960), (8, 960), (64, 960)]
     num_steps = 1 if place.is_tiny else _STEPS
     for count, length in cases:
@@ -50,7 +50,7 @@ def profile_rows(place: gpu_model.Place, shape: gpu_model.Shape, until_s: float)
 
 def traced_rows(what: str, place: gpu_model.Place, run: Callable[[], object], num_steps: int) -> Iterator[Row]:
     """Yield the kernels of a run of so many steps, which is run once before."""
-    run()  # compiles and records
+    run()  # compiles and captures
     is_cuda = place.device.type == "cuda"
     # CPU activities too: they tell the profiler which kernels belong to the run.
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]

@@ -1,5 +1,5 @@
 """What a tensor-parallel rank costs on one GPU, for bench/gpu.py: decode steps with the collectives of a group of one rank,
-recorded with the rest of the step, beside steps without; and the sum of the ranks' parts by itself. Two ranks, where there are
+captured with the rest of the step, beside steps without; and the sum of the ranks' parts by itself. Two ranks, where there are
 two GPUs.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from gpu_kernels import Case, time_case
-from gpu_launches import stamped_recorder
+from gpu_launches import stamped_capturer
 from gpu_model import (
     Options,
     Place,
@@ -49,15 +49,15 @@ def rank_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
                 compiled: list[Row] = []
                 model = make_model(place, shape, Options(is_in_order=is_in_order), compiled, own)
                 yield from compiled
-                recorder = stamped_recorder(place.device)
-                stepper = model.stepper(place, recorder)
+                capturer = stamped_capturer(place.device)
+                stepper = model.stepper(place, capturer)
                 for count, length in decode_cases(place):
                     if time.perf_counter() > until_s or count > _MOST_SEQUENCES:
                         break
                     seconds = time_steps(stepper, count, length, 2 if place.is_tiny else _STEPS)
                     row: Row = {"section": "ranks", **model.common, "has_collectives": own is not None, "batch": count}
-                    row |= {"context": length, "step_us": seconds * 1e6, "num_not_recorded": len(recorder.errors)}
-                    yield row | ({"error": recorder.errors[0]} if recorder.errors else {})
+                    row |= {"context": length, "step_us": seconds * 1e6, "num_not_captured": len(capturer.errors)}
+                    yield row | ({"error": capturer.errors[0]} if capturer.errors else {})
                 stepper.close()
                 del model, stepper
                 release_memory(place.device)

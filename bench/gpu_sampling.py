@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_launches import DeviceRecorder, measured_idle_share
-from gpu_model import Place, Row, Shape, generate, random_prompts, stamp_recordings, write_random_model
+from gpu_launches import DeviceCapturer, measured_idle_share
+from gpu_model import Place, Row, Shape, generate, random_prompts, stamp_captures, write_random_model
 
 from quire import LLM
 
@@ -28,7 +28,7 @@ def sampling_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
     options |= {"device": place.engine_device, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     options |= {"num_kv_blocks": 16} if place.is_tiny else {}
     prompts = random_prompts(num_seqs, (length, length), shape, 0)
-    recorders = stamp_recordings()
+    capturers = stamp_captures()
     llm = LLM(str(folder), **options)
     batch = llm.llm_engine.runner.batch
     processor = batch.row_processor
@@ -37,12 +37,12 @@ def sampling_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
             if time.perf_counter() > until_s:
                 break
             batch.row_processor = None if is_on_host else processor
-            for _ in range(1 if place.is_tiny else 2):  # the first time, steps are recorded
+            for _ in range(1 if place.is_tiny else 2):  # the first time, steps are captured
                 seconds = generate(llm, prompts, [num_tokens] * num_seqs, **way)
             row: Row = {"section": "sampling", "sequences": num_seqs, "way": name, "is_on_host": is_on_host}
-            yield row | {"tokens_per_s": num_seqs * num_tokens / seconds} | _idle_share(recorders, num_tokens - 8)
+            yield row | {"tokens_per_s": num_seqs * num_tokens / seconds} | _idle_share(capturers, num_tokens - 8)
     llm.close()
 
 
-def _idle_share(recorders: list[DeviceRecorder], num_steps: int) -> Row:
-    return measured_idle_share(recorders[-1], num_steps) if recorders and num_steps > 1 else {}
+def _idle_share(capturers: list[DeviceCapturer], num_steps: int) -> Row:
+    return measured_idle_share(capturers[-1], num_steps) if capturers and num_steps > 1 else {}

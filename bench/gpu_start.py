@@ -66,7 +66,7 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     device_s       until the device has taken its first tensor
     weights_s      of weights to the device, compiling going on beside it
     compile_s      that launches then still waited for their kernels
-    rest_s         of the engine's other parts: reading its config, the memory plan with its largest step, the first recording
+    rest_s         of the engine's other parts: reading its config, the memory plan with its largest step, the first capture
     ready_s        of all of these but the imports
     first_token_s  of a prompt of three tokens
     compiled_s     until all kernels were compiled, in the background

@@ -23,7 +23,7 @@ FOLDER = Path("tests/unit/kernels/gpu")
 _WORK_S = {
     "device_golden": 326, "triton_attention": 123, "device_recurrent": 79, "device_engine": 61, "device_adapters": 60,
     "device_tiers": 54, "triton_fused": 53, "device_drafts": 39, "device_windows": 39, "device_heads": 37,
-    "recorded_prompts": 34, "hopper_attention": 28, "triton_decoder": 24, "triton_linear": 21, "triton_moe": 17,
+    "captured_prompts": 34, "hopper_attention": 28, "triton_decoder": 24, "triton_linear": 21, "triton_moe": 17,
     "quantized_models": 17, "triton_fused_quantized": 16, "triton_rotated": 16, "triton_float8": 15, "triton_sampling": 15,
     "attention_libraries": 14, "triton_lora": 14, "nccl_rank": 14, "device_traits": 13, "triton_layers": 12,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from quire.worker import parallel_launch, parallel_worker  # noqa: F401
 from tests.ports import free_port
 
 STATES = {"g": "loading", "r": "ready", "s": "step", "i": "idle"}
-NOTICE_S = 15.0
+NOTICE_S = 30.0
 """Within which all other ranks have to end, on a machine that others use, too. The watchdog would end them after minutes."""
 
 

@@ -17,7 +17,7 @@ from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 
 
-def run_threads(size, body, timeout_s=30):
+def run_threads(size, body, timeout_s=120):
     """Call body(rank) in a thread per rank; return the results, or raise the first error."""
     results, failures = [None] * size, []
 
@@ -74,7 +74,10 @@ def open_descriptors() -> set[tuple[str, str]]:
 def files_in_dev_shm(pid):
     """Return the files of /dev/shm that a process has open or mapped: what it could leave there."""
     folder = Path(f"/proc/{pid}")
-    links = [os.readlink(path) for path in (folder / "fd").iterdir()]
+    links = []
+    for path in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            links.append(os.readlink(path))
     mapped = [line.split()[-1] for line in (folder / "maps").read_text().splitlines()]
     return sorted({name for name in (*links, *mapped) if name.startswith("/dev/shm")})
 

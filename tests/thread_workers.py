@@ -115,7 +115,7 @@ class ThreadWorkers:
         for each in (self.barrier, *self.subgroups):
             each.abort(0, AbortReason.CLOSED)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         self.memory.close()
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
+from quire.api.field_values import allowed_values, field_names, find_value, show_value
 from quire.api.json_size import check_size
 from quire.api.refusal import Refusal
 from quire.api.unknown_fields import UnknownField, unknown_fields
@@ -106,7 +107,7 @@ def decode_body(
     except UnicodeDecodeError as error:
         raise BodyError(f"{name} is not valid UTF-8: {error.reason}", code="invalid_json") from None
     except msgspec.ValidationError as error:
-        raise _explain(str(error), name) from None
+        raise _explain(str(error), name, data, struct_type) from None
     except ValueError as error:
         raise BodyError(f"{name} is not valid JSON: {_why_malformed(error, data)}", code="invalid_json") from None
     if issubclass(struct_type, Body):
@@ -126,10 +127,10 @@ def annotations_of(body: msgspec.Struct) -> tuple[str, ...]:
 
 def _why_malformed(error: ValueError, data: bytes) -> str:
     """Return why a body is malformed; if half of a surrogate pair is at its end, the decoder only reports truncation."""
-    is_half_pair = "surrogate" in str(error) or (
-        "truncated" in str(error) and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
-    )
-    return f"a string has an unpaired surrogate, such as a single \\ud83d ({error})" if is_half_pair else str(error)
+    text = str(error)
+    is_truncated = "truncated" in text and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
+    is_half_pair = "surrogate" in text or is_truncated or ("hex escape" in text and _HALF_PAIR.search(data))
+    return f"a string has an unpaired surrogate, such as a single \\ud83d ({text})" if is_half_pair else text
 
 
 def count_ids(raw: msgspec.Raw) -> int | None:
@@ -218,8 +219,8 @@ def _ignored(unknown: Iterable[UnknownField]) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _explain(message: str, name: str) -> BodyError:
-    """Convert msgspec's message, `... - at `$.messages[0].role``, into ours."""
+def _explain(message: str, name: str, data: bytes, struct_type: type[msgspec.Struct]) -> BodyError:
+    """Convert msgspec's message, `... - at `$.messages[0].role``, into ours, with the given value and the allowed ones."""
     path = ""
     if found := _WHERE.search(message):
         path = found[2].removeprefix("$").removeprefix(".")
@@ -229,9 +230,39 @@ def _explain(message: str, name: str) -> BodyError:
     if missing := _MISSING.match(message):
         path = f"{path}.{missing[1]}".removeprefix(".")
         return BodyError(f"{path} is required", path, "missing_required_parameter")
+    if path and not message.endswith(" as a key"):
+        message = _with_values(message, path, _whole(data), struct_type)
     if _PARTS_HINT.search(path):
         message = f"{message}; only text parts are supported"
     message = message.replace("`", "")
     if not path:
         return BodyError(f"{name} is invalid: {message[:1].lower()}{message[1:]}")
     return BodyError(f"{path}: {message[:1].lower()}{message[1:]}", path)
+
+
+def _whole(data: bytes) -> object:
+    """Return an invalid body as Python objects, `msgspec.UNSET` where another part of it cannot be decoded either."""
+    try:
+        return msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        return msgspec.UNSET
+
+
+def _with_values(message: str, path: str, body: object, struct_type: type[msgspec.Struct]) -> str:
+    """Return msgspec's message with what was given, or what is allowed, where it lacks one of them."""
+    if message.startswith("Object contains unknown field"):
+        return f"{message}; it may have {', '.join(field_names(struct_type, body, path))}"
+    value = find_value(body, path)
+    if value is msgspec.UNSET:
+        return message
+    if message.startswith("Invalid "):
+        allowed = allowed_values(struct_type, body, path)
+        return f"may be one of {', '.join(map(repr, allowed))}, got {show_value(value)}" if allowed else message
+    if message.startswith("Expected") and ", got" not in message:
+        given = (
+            f"one of length {len(value)}"
+            if " of length " in message and isinstance(value, str | list | dict)
+            else show_value(value)
+        )
+        return f"{message}, got {given}"
+    return message

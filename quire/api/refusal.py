@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quire.api.field_values import show_value
+
 Refusal = Callable[[Any], str | None]
 """A function of a field's value (JSON as Python objects) that returns why it is refused, or None."""
 
@@ -15,5 +17,10 @@ def always(reason: str) -> Refusal:
 
 
 def unless(*allowed: object, reason: str) -> Refusal:
-    """Return a refusal of any value except these."""
-    return lambda value: None if any(value is one or (value == one and type(value) is type(one)) for one in allowed) else reason
+    """Return a refusal of any value except these; the reason has the value."""
+
+    def refuse(value: Any) -> str | None:
+        is_allowed = any(value is one or (value == one and type(value) is type(one)) for one in allowed)
+        return None if is_allowed else f"{reason} (got {show_value(value)})"
+
+    return refuse

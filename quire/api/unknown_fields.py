@@ -10,6 +10,8 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
+from quire.api.field_values import alternatives
+
 
 @dataclass(frozen=True, slots=True)
 class UnknownField:
@@ -107,20 +109,10 @@ def _shape_of(described: inspect.Type) -> _Shape | None:
     """Return the shape of a type, None if it contains no Structs."""
     objects: dict[object, _Object] = {}
     tag_field, items = None, None
-    for option in _alternatives(described):
+    for option in alternatives(described):
         if isinstance(option, inspect.StructType):
             objects[option.tag] = _object_of(option)
             tag_field = option.tag_field
         elif isinstance(option, inspect.ListType):
             items = _shape_of(option.item_type)
     return _Shape(tag_field, objects, items) if objects or items is not None else None
-
-
-def _alternatives(described: inspect.Type) -> Iterator[inspect.Type]:
-    if isinstance(described, inspect.UnionType):
-        for option in described.types:
-            yield from _alternatives(option)
-    elif isinstance(described, inspect.Metadata):
-        yield from _alternatives(described.type)
-    else:
-        yield described

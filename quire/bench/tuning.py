@@ -22,17 +22,17 @@ from quire.kernels.triton.compiling import CompiledKernel, compile_launch
 from quire.kernels.triton.device_traits import DeviceTraits, choose_traits, device_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.fused_quantized import multiply_codes_launch
-from quire.kernels.triton.hopper_linear import many_launches, tile_of
+from quire.kernels.triton.fused_linear import Epilogue, fused_linear_launch
+from quire.kernels.triton.fused_quantized import fused_quantized_launch
+from quire.kernels.triton.hopper_linear import large_batch_launches, tile_of
 from quire.kernels.triton.launching import Launch
-from quire.kernels.triton.linear import multiply_launches, widen
+from quire.kernels.triton.linear import dequantize, multiply_launches
 from quire.kernels.triton.moe import expert_launches
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_table, user_path, using
-from quire.model.device_linear import WIDENED_FROM
+from quire.model.device_linear import DEQUANTIZE_FROM
 
 logger = get_logger(__name__)
 
@@ -43,13 +43,13 @@ _PAGE = 64
 _CACHE_BYTES = 128 << 20  # more than a GPU's L2 cache
 _REPLAYS = 15
 _MANY_TOKENS = 1 << 30
-_NOT_RUN = ("linear-many",)
+_NOT_RUN = ("linear-large-batch",)
 """Kernels that are tuned only where they are named: they have not run on a GPU, which a fault in their barriers would stop."""
 
 Tile = Mapping[str, int | bool]
 
 
-class WidenedProduct(NamedTuple):
+class DequantizedProduct(NamedTuple):
     """A product by a library, of a weight that is dequantised first; run as a Launch is."""
 
     out: Tensor
@@ -58,7 +58,7 @@ class WidenedProduct(NamedTuple):
 
     def run(self) -> None:
         """Write x @ weight^T to out."""
-        torch.mm(self.x, widen(self.weight, self.x.dtype).t(), out=self.out)
+        torch.mm(self.x, dequantize(self.weight, self.x.dtype).t(), out=self.out)
 
 
 class TuningCase(NamedTuple):
@@ -69,7 +69,7 @@ class TuningCase(NamedTuple):
 
     kernel: str
     when: Mapping[str, Number]
-    make: Callable[[], Sequence[Launch | WidenedProduct]]
+    make: Callable[[], Sequence[Launch | DequantizedProduct]]
     candidates: Sequence[Tile]
 
 
@@ -84,7 +84,7 @@ def tune(
     cases: Iterable[TuningCase],
     base: TileTable,
     limits: Limits,
-    measure: Callable[[Sequence[Launch | WidenedProduct]], float],
+    measure: Callable[[Sequence[Launch | DequantizedProduct]], float],
     inspect: Callable[[Launch], CompiledKernel],
     save: Callable[[TileTable], object] = lambda table: None,
 ) -> TileTable:
@@ -135,9 +135,9 @@ def _present_tile(case: TuningCase, base: TileTable) -> Tile:
 
 
 def _is_within(
-    launches: Sequence[Launch | WidenedProduct], limits: Limits, inspect: Callable[[Launch], CompiledKernel]
+    launches: Sequence[Launch | DequantizedProduct], limits: Limits, inspect: Callable[[Launch], CompiledKernel]
 ) -> bool:
-    compiled = [inspect(launch) for launch in launches if not isinstance(launch, WidenedProduct)]
+    compiled = [inspect(launch) for launch in launches if not isinstance(launch, DequantizedProduct)]
     return all(kernel.shared_bytes <= limits.max_shared_bytes and kernel.stack_bytes == 0 for kernel in compiled)
 
 
@@ -185,7 +185,7 @@ def choose_cases(cases: Sequence[TuningCase], kernels: Sequence[str] | None, dev
     return [case for case in cases if case.kernel in chosen]
 
 
-def _measure_on_gpu(launches: Sequence[Launch | WidenedProduct]) -> float:
+def _measure_on_gpu(launches: Sequence[Launch | DequantizedProduct]) -> float:
     for launch in launches:
         launch.run()
     torch.cuda.synchronize()
@@ -210,21 +210,24 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
     """Return the cases of the GPU in use: bf16 activations in the shapes of Qwen3-8B and 30B-A3B; tiny ones have few tokens."""
     shapes, traits = _Shapes(device, is_tiny), device_traits()
     cases = [
-        shapes.attention("attention-short" if is_decode else "attention-long", head_dim, kv_dtype)
+        shapes.attention("attention-decode" if is_decode else "attention-prefill", head_dim, kv_dtype)
         for is_decode in (True, False)
         for head_dim in (64, 128, 256)
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn if traits.has_float8 else torch.int8)
     ]
     if traits.is_hopper:
         cases += [shapes.prompts(head_dim) for head_dim in (64, 128)]
-    sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
-    cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
-    cases.append(shapes.few_attention())
+    sizes = [shapes.fused_sizes[0]] if is_tiny else shapes.fused_sizes
+    cases += [shapes.fused_linear(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
+    cases.append(shapes.fused_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
     if traits.is_hopper:
-        cases += [shapes.many(most) for most in (128, WIDENED_FROM - 1, 512, _MANY_TOKENS)]
+        cases += [shapes.large_batch(most) for most in (128, DEQUANTIZE_FROM - 1, 512, _MANY_TOKENS)]
     cases += [
-        shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
+        shapes.fused_quantized(most, is_packed, has_norm)
+        for most in (1, 8)
+        for is_packed in (False, True)
+        for has_norm in (True, False)
     ]
     if traits.has_float8:
         cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
@@ -237,7 +240,7 @@ class _Shapes:
         self._rows, self._columns = (96, 256) if is_tiny else (12288, 4096)
 
     def attention(self, kernel: str, head_dim: int, kv_dtype: torch.dtype) -> TuningCase:
-        is_decode = kernel == "attention-short"
+        is_decode = kernel == "attention-decode"
         spec = (
             AttentionSpec(4, 2, head_dim, head_dim**-0.5) if self._is_tiny else AttentionSpec(32, 8, head_dim, head_dim**-0.5)
         )
@@ -269,17 +272,17 @@ class _Shapes:
 
     def prompts(self, head_dim: int) -> TuningCase:
         # After the tiles of the kernel that is used otherwise.
-        case = self.attention("attention-long", head_dim, torch.bfloat16)
+        case = self.attention("attention-prefill", head_dim, torch.bfloat16)
         found = _grid(is_specialized=(True,), keys=(64, 128), num_stages=(2, 3), takes_turns=(False, True))
-        return case._replace(kernel="attention-prompts", candidates=found)
+        return case._replace(kernel="attention-prefill-hopper", candidates=found)
 
-    few_sizes = (
+    fused_sizes = (
         (6144, 1024, True), (4096, 1024, False), (1024, 2048, False), (1024, 3072, False),
         (24576, 4096, True), (6144, 4096, False), (4096, 4096, False), (4096, 12288, False),
     )  # fmt: skip
     """Rows and columns of the linear layers of Qwen3-0.6B and 8B, and whether they are of gate and up."""
 
-    def few(self, num_rows: int, num_columns: int, is_gated: bool, num_tokens: int) -> TuningCase:
+    def fused_linear(self, num_rows: int, num_columns: int, is_gated: bool, num_tokens: int) -> TuningCase:
         when = {"dtype": "bfloat16", "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
         if self._is_tiny:
             num_rows, num_columns = 48, 96
@@ -291,7 +294,7 @@ class _Shapes:
         has_norm = num_rows > num_columns
 
         def make() -> list[Launch]:
-            return [multiply_few_launch(out, x, weight, norm if has_norm else None, epilogue) for weight in weights]
+            return [fused_linear_launch(out, x, weight, norm if has_norm else None, epilogue) for weight in weights]
 
         if num_tokens == 1:
             found = _grid(rows=(4, 8), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(2, 3))
@@ -304,9 +307,9 @@ class _Shapes:
             found += _grid(rows=(32, 64), columns=(512,), splits=(4,), early=(1, 2), num_warps=(8,), num_stages=(2, 3))
             found += _grid(rows=(16, 32), columns=(256,), splits=(4,), early=(1, 2), num_warps=(4,), num_stages=(4,))
             found += _grid(rows=(64,), columns=(128,), splits=(2,), early=(1, 2), num_warps=(4,), num_stages=(4,))
-        return TuningCase("few", when, make, found)
+        return TuningCase("fused-linear", when, make, found)
 
-    def few_attention(self) -> TuningCase:
+    def fused_attention(self) -> TuningCase:
         spec = AttentionSpec(4, 2, 32, 0.2) if self._is_tiny else AttentionSpec(16, 8, 128, 128**-0.5)
         length = 70 if self._is_tiny else 960
         num_blocks = -(-length // _PAGE)
@@ -328,7 +331,7 @@ class _Shapes:
             return launches
 
         found = _grid(chunk=(64, 128, 256), num_stages=(2, 3))
-        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, found)
+        return TuningCase("fused-attention", {"num_kv_heads": 8, "head_dim": 128}, make, found)
 
     def linear(self, most: int) -> TuningCase:
         weight = self._integers(self._rows, self._columns)
@@ -341,21 +344,21 @@ class _Shapes:
         candidates = _grid(rows=(64, 128), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
         return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most, "has_offsets": False}, make, candidates)
 
-    def many(self, most: int) -> TuningCase:
+    def large_batch(self, most: int) -> TuningCase:
         weight, num_tokens = self._integers(self._rows, self._columns), self._num_tokens(most, 2048)
         x, out = (self._random(num_tokens, size) for size in (self._columns, self._rows))
 
-        def make() -> Sequence[Launch | WidenedProduct]:
+        def make() -> Sequence[Launch | DequantizedProduct]:
             tile = tile_of(x, weight)
             if tile is not None:
-                return many_launches(out, x, weight, tile)
-            return [WidenedProduct(out, x, weight)] if num_tokens >= WIDENED_FROM else multiply_launches(out, x, weight)
+                return large_batch_launches(out, x, weight, tile)
+            return [DequantizedProduct(out, x, weight)] if num_tokens >= DEQUANTIZE_FROM else multiply_launches(out, x, weight)
 
         found = _grid(is_specialized=(True,), tokens=(64, 128), num_stages=(3, 4))
         found += _grid(is_specialized=(True,), tokens=(256,), num_stages=(2, 3))
-        return TuningCase("linear-many", {"dtype": "bfloat16", "max_tokens": most}, make, found)
+        return TuningCase("linear-large-batch", {"dtype": "bfloat16", "max_tokens": most}, make, found)
 
-    def codes(self, most: int, is_packed: bool, has_norm: bool) -> TuningCase:
+    def fused_quantized(self, most: int, is_packed: bool, has_norm: bool) -> TuningCase:
         """A fused product of few tokens: norm, gate and up of weights with many rows, or down."""
         num_rows, num_columns = (2 * self._rows, self._columns) if has_norm else (self._columns, self._rows)
         weight = self._integers(num_rows, num_columns) if is_packed else self._float8(num_rows, num_columns)
@@ -365,7 +368,7 @@ class _Shapes:
 
         def make() -> list[Launch]:
             out = self._random(len(x), num_rows // 2 if has_norm else num_rows)
-            return [multiply_codes_launch(out, x, weight, norm, epilogue)]
+            return [fused_quantized_launch(out, x, weight, norm, epilogue)]
 
         fetched_bytes = (0, 16 << 10, 64 << 10)
         candidates = _grid(rows=(16, 32, 64), bytes=(0,), num_warps=(4, 8), num_stages=(3, 4, 6), fetched_bytes=fetched_bytes)
@@ -374,7 +377,7 @@ class _Shapes:
                 rows=(4, 8, 16), bytes=(1024, 2048, 4096), num_warps=(4, 8), num_stages=(3,), fetched_bytes=fetched_bytes
             )
         when = {"max_tokens": most, "is_packed": is_packed, "has_norm": has_norm}
-        return TuningCase("codes", when, make, candidates)
+        return TuningCase("fused-quantized", when, make, candidates)
 
     def float8(self, most: int) -> TuningCase:
         weight, x = self._float8(self._rows, self._columns), self._random(self._num_tokens(most, 2048), self._columns)

@@ -9,6 +9,12 @@ from pathlib import Path
 from quire.base.errors import ConfigError
 from quire.cli import options
 
+KERNELS = (
+    "attention-decode", "attention-prefill", "attention-prefill-hopper", "fused-attention", "fused-linear", "fused-quantized",
+    "linear", "linear-large-batch", "float8", "experts",
+)  # fmt: skip
+"""What a table of tiles has entries for."""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
@@ -19,7 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=f"{__doc__} Engines on the same kind of GPU then start with them; nothing is tuned when they start.",
     )
     parser.add_argument("--output", type=Path, help="JSON file for --tile-table; None: where engines find it by themselves")
-    parser.add_argument("--kernel", action="append", metavar="NAME", help="tune this one alone; may be given several times")
+    what = "tune this one alone; may be given several times; else all but linear-large-batch"
+    parser.add_argument("--kernel", action="append", choices=KERNELS, help=what)
     options.add_common_options(parser)
     parser.set_defaults(run=run)
 

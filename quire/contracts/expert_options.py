@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -169,7 +168,7 @@ def _check_lossy(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high:
             raise ConfigError(f"{name} must be None or a number from {low:g} to {high:g}, got {value!r}")
         for other, is_refused, instead in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
@@ -132,7 +132,7 @@ class ParallelConfig:
             raise ConfigError(f"tensor_parallel_shares must be None or a sequence of numbers > 0, got {shares!r}")
         for share in shares:
             is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if not is_number or not math.isfinite(share) or share <= 0:
+            if not is_number or not 0 < share <= sys.float_info.max:
                 raise ConfigError(f"tensor_parallel_shares must be finite numbers > 0, got {share!r} in {shares!r}")
         if len(shares) != self.tensor_parallel_size:
             raise ConfigError(

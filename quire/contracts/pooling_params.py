@@ -6,16 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.base.errors import RequestError
+from quire.contracts.sampling_params import check_flag, check_int
 
 Pooling = Literal["last", "mean", "cls"]
 PoolingTask = Literal["embed", "classify", "score"]
 _POOLINGS = ("last", "mean", "cls")
 _TASKS = ("embed", "classify", "score")
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +47,13 @@ class PoolingParams:
         if self.pooling is not None and self.pooling not in _POOLINGS:
             raise RequestError(f"pooling must be one of {_POOLINGS}, got {self.pooling!r}", "pooling")
         for name in ("normalize", "use_activation"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise RequestError(f"{name} must be True or False, got {value!r}", name)
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
         if self.dimensions is not None:
-            _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+            check_int("dimensions", self.dimensions, 1, 2**31 - 1)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
-        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        check_int("priority", self.priority, -(2**31), 2**31 - 1)
 
     def resolved(self, pooling: Pooling, normalize: bool, use_activation: bool) -> PoolingParams:
         """Return the parameters with these values; see PoolerSpec.resolve."""

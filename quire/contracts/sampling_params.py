@@ -25,13 +25,15 @@ def _check_number(name: str, value: object, low: float, high: float, low_open: b
         raise RequestError(f"{name} must be a finite number {bounds}, got {value!r}", param or name)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise RequestError, naming the field, unless it is an integer in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         allowed = f">= {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name} must be an integer {allowed}, got {value!r}", name)
 
 
-def _check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Raise RequestError, naming the field, unless it is a bool."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, got {value!r}", name)
 
@@ -136,12 +138,12 @@ class SamplingParams:
         inf = math.inf
         if guided_decoding is not None:
             self._take_guided(guided_decoding)
-        _check_int("n", self.n, 1, MAX_CHOICES)
+        check_int("n", self.n, 1, MAX_CHOICES)
         if self.best_of is not None:
-            _check_int("best_of", self.best_of, self.n, MAX_CHOICES)
+            check_int("best_of", self.best_of, self.n, MAX_CHOICES)
         _check_number("temperature", self.temperature, 0.0, inf)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_int("top_k", self.top_k, -1)
+        check_int("top_k", self.top_k, -1)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, inf, low_open=True)
@@ -150,16 +152,16 @@ class SamplingParams:
         self._check_logit_bias()
         self._normalise_lists()
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), -1)
-        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+                check_int(name, getattr(self, name), -1)
+        check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs the text: it cannot be used with detokenize=False", "stop")
         self._resolve_constraint()
@@ -254,9 +256,9 @@ class BeamSearchParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_flag("ignore_eos", self.ignore_eos)
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_flag("ignore_eos", self.ignore_eos)
         _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
         if self.structured_outputs is not None:
             _check_structured("structured_outputs", self.structured_outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 from quire.base.errors import ConfigError
@@ -18,6 +17,6 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= cast("float", value) <= high:
         raise ConfigError(f"speculative_config: {name} must be a number from {low:g} to {high:g}, got {value!r}")

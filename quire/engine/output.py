@@ -184,10 +184,10 @@ class OutputStream:
         if is_ending and not self.request.params.include_stop_str_in_output:
             return False  # the token that ends an output is not part of its text
         piece = detokenizer.append((token_id,))
-        if choice.scanner is None or len(choice.token_ids) <= self.request.params.min_tokens:
+        if choice.scanner is None:
             choice.text += piece
             return False
-        piece, stop = choice.scanner.feed(piece)
+        piece, stop = choice.scanner.feed(piece, len(choice.token_ids) > self.request.params.min_tokens)
         choice.text += piece
         if stop is not None:
             self._finish(choice, "stop", stop)

@@ -6,7 +6,7 @@ results of all chunks are gathered, and merged in the order of the keys. For run
 which are fewer bytes where there are many queries. With `is_in_order` both give the bits that one rank gives, which attends in
 chunks at the same positions.
 
-Decode steps without host_context_lens, which are recorded, have the sizes of max_context_len: the device finds the keys here.
+Decode steps without host_context_lens, which are captured, have the sizes of max_context_len: the device finds the keys here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quire.contracts.memory import GATHERED_BYTES, GATHERED_TOKENS
 from quire.contracts.model_spec import NO_ATTENTION, AttentionSpec, ModelSpec
 from quire.kernels.triton.attention import (
     KvCache,
-    SomeChunks,
+    PartialResults,
+    attend_chunks_launch,
     attend_launches,
     attend_part_launches,
-    attend_some_chunks_launch,
-    merge_some_chunks_launch,
+    merge_chunks_launch,
     partial_shape,
     tile_queries,
 )
@@ -39,7 +39,7 @@ from quire.kernels.triton.tiles import CHUNK
 from quire.model.device_collectives import Collectives, gather, gather_columns
 from quire.parallel.shards import HeadRange
 
-RECORDED_BYTES = 16 << 20
+CAPTURED_BYTES = 16 << 20
 """Of results that a layer gathers in a CUDA graph at most; estimated: 0.1 ms at 200 GB/s, less than 15 launches of 12 us."""
 
 
@@ -118,12 +118,12 @@ class ContextRanks:
         most = num_chunks * CHUNK
         return replace(step, context_lens=own, block_tables=tables, max_context_len=most, plans={}, _tiles={})
 
-    def most_recorded(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
-        """Return up to how many sequences decode steps `is_in_order` are recorded, 0: none; specs: what each rank runs. They
+    def most_captured(self, specs: Sequence[ModelSpec], max_model_len: int) -> int:
+        """Return up to how many sequences decode steps `is_in_order` are captured, 0: none; specs: what each rank runs. They
         gather results of as many chunks as contexts may have."""
         own = [layer.attention for spec in specs for layer in spec.layers if layer.attention != NO_ATTENTION]
         most = max(_result_bytes(each) * _most_chunks(each, max_model_len) for each in own)
-        return RECORDED_BYTES // (self.size * most)
+        return CAPTURED_BYTES // (self.size * most)
 
     def own_blocks(self, blocks: Tensor, blocks_per_rank: int) -> Tensor:
         """Return blocks [N] i64 to copy as this rank counts them; those of others become the spare one behind its own."""
@@ -204,8 +204,8 @@ class LayerContext:
         sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in plan.chunks:
             own = _empty_results((len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)), q.device)
-            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own).run()
-            merge_some_chunks_launch(out, own, part.own.starts, cache, step, spec, None, part.tiles, sums=sums).run()
+            attend_chunks_launch(own, q, cache, step, spec, part.tiles, part.own).run()
+            merge_chunks_launch(out, own, part.own.starts, cache, step, spec, None, part.tiles, sums=sums).run()
         if plan.part is not None:
             run_all(attend_part_launches(out, sums, q, cache, plan.part, spec))
         if plan.short_tokens is not None:
@@ -216,10 +216,10 @@ class LayerContext:
         log_sums = log_sums[:, :, self._columns].transpose(0, 1).contiguous()
         merged = q.new_empty(len(out), self._own.num_heads, dim)
         starts = torch.arange(len(out) + 1, dtype=torch.int32, device=q.device) * self._ranks.size
-        parts = SomeChunks(results.view(-1, num_kv_heads, group, dim), log_sums.view(-1, num_kv_heads, group))
+        parts = PartialResults(results.view(-1, num_kv_heads, group, dim), log_sums.view(-1, num_kv_heads, group))
         rows = Tiles(None, None, len(out), 1)  # each is a run, of which no length is used
         step = replace(step, context_lens=starts)
-        merge_some_chunks_launch(merged, parts, starts, cache, step, self._own, sinks, rows).run()
+        merge_chunks_launch(merged, parts, starts, cache, step, self._own, sinks, rows).run()
         return merged
 
     def _attend_in_order(
@@ -233,9 +233,9 @@ class LayerContext:
         out = q.new_empty(*q.shape[:2], partial_shape(spec, 1)[2])
         for part in plan.chunks:
             own = _empty_results((len(part.own.tiles), *partial_shape(spec, part.tiles.num_queries)), q.device)
-            attend_some_chunks_launch(own, q, cache, step, spec, part.tiles, part.own, True).run()
+            attend_chunks_launch(own, q, cache, step, spec, part.tiles, part.own, True).run()
             found = (gather(self._ranks.communicator, each)[part.owners, part.places] for each in own)
-            merge_some_chunks_launch(out, SomeChunks(*found), part.starts, cache, step, spec, chosen, part.tiles, True).run()
+            merge_chunks_launch(out, PartialResults(*found), part.starts, cache, step, spec, chosen, part.tiles, True).run()
         own_heads = out[:, self._columns]
         return own_heads if plan.short_tokens is None else own_heads.index_select(0, plan.short_tokens)
 
@@ -353,8 +353,8 @@ class LayerContext:
         return _KeyRound(Tiles(there, offsets, len(runs), num_queries), blocks, tables.to(torch.int32))
 
 
-def _empty_results(shape: tuple[int, ...], device: torch.device) -> SomeChunks:
-    return SomeChunks(*(torch.empty(size, dtype=torch.float32, device=device) for size in (shape, shape[:-1])))
+def _empty_results(shape: tuple[int, ...], device: torch.device) -> PartialResults:
+    return PartialResults(*(torch.empty(size, dtype=torch.float32, device=device) for size in (shape, shape[:-1])))
 
 
 def _listed(counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

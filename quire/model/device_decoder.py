@@ -121,8 +121,8 @@ class DeviceDecoder:
         self.fusion = describe_fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
 
     @property
-    def records_prompts(self) -> bool:
-        """Whether the launches of steps with prompts depend on their padded sizes only, so that they can be recorded. Ranks
+    def captures_prompts(self) -> bool:
+        """Whether the launches of steps with prompts depend on their padded sizes only, so that they can be captured. Ranks
         that share the tokens of sequences gather as many keys as contexts have."""
         return self.rows is None and (self.ranks is None or self.ranks.context is None)
 

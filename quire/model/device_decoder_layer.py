@@ -33,7 +33,7 @@ from quire.kernels.triton.moe import (
     pack_inputs,
     route_pairs,
 )
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, normalize_unweighted
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.model.device_block_indexer import BlockAttention
@@ -314,7 +314,7 @@ class DeviceLayer:
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         if spec.v_norm is not None and self.kv_source is None:
-            heads = heads._replace(v=unit_rows(heads.v, spec.v_norm).to(heads.v.dtype))
+            heads = heads._replace(v=normalize_unweighted(heads.v, spec.v_norm).to(heads.v.dtype))
         slots = step.slots if self.kv_source is None else None
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         if step.exchange is not None and slots is not None:

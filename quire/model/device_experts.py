@@ -34,7 +34,7 @@ class ExpertExchange:
     """Runs the experts of one layer. Every rank has whole experts.
 
     In steps of few rows every rank has all rows, and computes the pairs of its experts; nothing waits for the host, so such
-    steps can be recorded. In larger ones each rank is responsible for a part of the rows. Where ranks have only these, each
+    steps can be captured. In larger ones each rank is responsible for a part of the rows. Where ranks have only these, each
     sends one copy of a row to each rank that has experts of it (all-to-all), in the form that the products read; otherwise all
     have what they compute. The results come back in the model's dtype: with `is_in_order` one row for each pair, which are
     added in the order of choice, as one rank does; otherwise one row for each copy, the sum of its pairs, which are added in

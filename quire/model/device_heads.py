@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.contracts.model_spec import AttentionSpec, ModelSpec, NormSpec, RopeSpec
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import inverse_frequencies, query_factors, rotate
-from quire.kernels.triton.norm import Norm, unit_rows
+from quire.kernels.triton.norm import Norm, normalize_unweighted
 from quire.kernels.triton.qk_rope_store import Projections, Rope, rope_table
 
 
@@ -39,7 +39,7 @@ def turn_heads(
 
 
 def _normalize(x: Tensor, norm: Norm) -> Tensor:
-    return normalize(x, norm.spec, norm.weight, norm.bias, unit_rows)
+    return normalize(x, norm.spec, norm.weight, norm.bias, normalize_unweighted)
 
 
 def fill_missing_weights(tensors: dict[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -12,9 +12,9 @@ from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec,
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
-from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch, reason_not_to_fuse_codes
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
+from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, fused_linear_launch
+from quire.kernels.triton.fused_quantized import MOST_TOKENS, fused_quantized_launch, reason_not_to_fuse_weight
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, normalize_unweighted
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear, DeviceWeight
@@ -70,7 +70,7 @@ def reason_not_to_fuse(
         quantised = [part for part in linear.parts if isinstance(part, DeviceQuantizedWeight)]
         if len(linear.parts) > 1 and (name != "qkv" or len(quantised) < len(linear.parts)):
             return "quantised weights beside others of the same input"
-        reason = next((found for part in quantised if (found := reason_not_to_fuse_codes(part, dtype)) is not None), None)
+        reason = next((found for part in quantised if (found := reason_not_to_fuse_weight(part, dtype)) is not None), None)
         if reason is not None:
             return reason
     if ranks is not None and ranks.context is not None:
@@ -121,7 +121,7 @@ class ExpertBranches:
 
     def inputs(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the router and the experts read, [T, hidden_size] each."""
-        routed = unit_rows(residual, self._norm).to(residual.dtype) * self._factors * residual.shape[-1] ** -0.5
+        routed = normalize_unweighted(residual, self._norm).to(residual.dtype) * self._factors * residual.shape[-1] ** -0.5
         return routed, normalize(residual, self._experts_in)
 
     def join(self, shared: Tensor, experts: Tensor) -> Tensor:
@@ -246,9 +246,9 @@ class FusedLayer:
 
     def _launch(self, weight: DeviceWeight, out: Tensor, x: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
         if isinstance(weight, DeviceQuantizedWeight):
-            multiply_codes_launch(out, x, weight, norm, epilogue).run()
+            fused_quantized_launch(out, x, weight, norm, epilogue).run()
         else:
-            multiply_few_launch(out, x, weight, norm, epilogue).run()
+            fused_linear_launch(out, x, weight, norm, epilogue).run()
 
     def _new(self, x: Tensor, width: int) -> Tensor:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.triton.float8 import multiply_float8, suits_float8
-from quire.kernels.triton.hopper_linear import multiply_many
-from quire.kernels.triton.linear import multiply, multiply_in_order, widen
+from quire.kernels.triton.hopper_linear import multiply_large_batch
+from quire.kernels.triton.linear import dequantize, multiply, multiply_in_order
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
-WIDENED_FROM = 193
+DEQUANTIZE_FROM = 193
 """From this number of tokens on a quantised weight is dequantised for the product: the library's dense product is then faster
 by more than dequantising takes. Measured with 4-bit weights on an H200."""
 
@@ -55,21 +55,21 @@ class DeviceLinear:
         weight = self.parts[0]
         if ids.is_meta and isinstance(weight, Tensor):
             return torch.empty(len(ids), weight.shape[1], dtype=weight.dtype, device=ids.device)
-        return F.embedding(ids, weight) if isinstance(weight, Tensor) else widen(weight, dtype, ids)
+        return F.embedding(ids, weight) if isinstance(weight, Tensor) else dequantize(weight, dtype, ids)
 
     def _product(self, x: Tensor, index: int, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         weight = self.parts[index]
         whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
-            found = None if self.is_in_order else multiply_many(x, weight, bias)
+            found = None if self.is_in_order else multiply_large_batch(x, weight, bias)
             if found is None:
                 is_float8 = not self.is_in_order and suits_float8(x, weight)
-                if is_float8 or self.is_in_order or x.shape[0] < WIDENED_FROM:
+                if is_float8 or self.is_in_order or x.shape[0] < DEQUANTIZE_FROM:
                     found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
             if found is not None:
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)
-            weight = widen(weight, x.dtype)
+            weight = dequantize(weight, x.dtype)
         elif self.is_in_order:
             return multiply_in_order(x, weight, bias, out, whole_rows)
         if x.is_meta:  # torch finds shapes in Python there, and imports sympy for it, which takes a second or two

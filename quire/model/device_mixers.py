@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NormSpec
 from quire.kernels.reference.recurrent import Recurrence
-from quire.kernels.triton.norm import unit_rows
+from quire.kernels.triton.norm import normalize_unweighted
 from quire.kernels.triton.recurrent import causal_conv, recur
 from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
 from quire.model.device_linear import DeviceLinear
@@ -62,7 +62,7 @@ class DeviceMixerInputs:
 
     def unit(self, x: Tensor, eps: float) -> Tensor:
         """See MixerInputs."""
-        return unit_rows(x, NormSpec("rms", eps))
+        return normalize_unweighted(x, NormSpec("rms", eps))
 
     @property
     def _rows(self) -> DeviceStateRows:

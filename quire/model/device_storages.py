@@ -28,7 +28,7 @@ class _Hosted:
 class HostedStorages:
     """Holds copies of storages in host memory; on the device they are empty until `restore`.
 
-    The tensors stay the same objects. Their addresses change, so that CUDA graphs which use them have to be recorded again.
+    The tensors stay the same objects. Their addresses change, so that CUDA graphs which use them have to be captured again.
     """
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:

@@ -24,7 +24,7 @@ from quire.contracts.mixer_spec import (
 from quire.contracts.model_spec import NormSpec
 from quire.kernels.cpu.recurrent import recur
 from quire.kernels.reference.attention import AttentionMetadata
-from quire.kernels.reference.norm import unit_of
+from quire.kernels.reference.norm import normalize_unweighted
 from quire.kernels.reference.recurrent import Recurrence, StateRows, causal_conv, gated_delta_inputs
 
 Parameters = Mapping[str, Tensor]
@@ -95,7 +95,7 @@ class HostMixerInputs:
 
     def unit(self, x: Tensor, eps: float) -> Tensor:
         """See MixerInputs."""
-        return unit_of(x, NormSpec("rms", eps))
+        return normalize_unweighted(x, NormSpec("rms", eps))
 
 
 def run_mixer(

@@ -19,8 +19,8 @@ logger = get_logger(__name__)
 
 NUM_SPINS = 100
 NUM_YIELDS = 3000
-"""Number of yields in a wait before it sleeps: about a millisecond in total. There are few spins, as two ranks may share a core
-for a while, and then the missing rank runs only after the other has yielded."""
+"""Number of yields in a wait before it sleeps: about a millisecond in total, at most 5 ms where others want the core. It spins
+little, as the missing rank may share the core and run only after a yield."""
 
 _FEW_SPINS, _FEW_YIELDS = 50, 200
 """Used if there are more ranks than cores."""

@@ -82,7 +82,7 @@ class Communicator(Protocol):
         ...
 
     def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
-        """Begin an all_to_all, next to which the caller may compute, and begin and wait for others; all ranks in one order."""
+        """Begin an all_to_all, next to which the caller may compute and begin others; all ranks in one order."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
@@ -222,7 +222,7 @@ class CountingCommunicator:
         self.rank = inner.rank
         self.size = inner.size
         self.counts: dict[str, OperationCount] = {}
-        self._counted = self.counts  # where calls are counted; a recording has its own
+        self._counted = self.counts  # where calls are counted; a graph has its own
         self._transfers: deque[tuple[str, Transfer]] = deque()  # that were waited for, and whose times are not known yet
 
     def stats(self) -> dict[str, CollectiveStats]:
@@ -251,25 +251,25 @@ class CountingCommunicator:
         if close is not None:
             close()
 
-    def recorded(
-        self, record: Callable[[Callable[[], None]], Callable[[], None]], step: Callable[[], None]
+    def captured(
+        self, capture: Callable[[Callable[[], None]], Callable[[], None]], step: Callable[[], None]
     ) -> Callable[[], None]:
-        """Record a step with `record`, and return what launches it again and counts its collectives each time.
+        """Capture a step with `capture`, and return what launches it again and counts its collectives each time.
 
-        Recording runs nothing, so it counts nothing. Launching a recording takes the host no time per collective: `seconds`
+        Capturing runs nothing, so it counts nothing. Launching a graph takes the host no time per collective: `seconds`
         do not rise.
         """
         added: dict[str, OperationCount] = {}
 
         def counted_step() -> None:
-            added.clear()  # a step may be recorded again where memory ended
+            added.clear()  # a step may be captured again where memory ended
             self._counted = added
             try:
                 step()
             finally:
                 self._counted = self.counts
 
-        replay = record(counted_step)
+        replay = capture(counted_step)
 
         def counted_replay() -> None:
             replay()

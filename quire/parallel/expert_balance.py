@@ -210,10 +210,10 @@ def improve_changes(
     """Return the changes that bring max/mean to `limit`, or as near as `max_moves` moves can. After each of them every expert
     has a slot.
 
-    Each step takes from the rank with the largest load: either a slot of an expert with several copies gets a copy of one of
-    its experts (one move), or it exchanges an expert with another rank (two moves). The change after which the larger load of
-    the ranks involved is least is made, as long as that is less than before. With num_hosts, see `place`, experts stay on their
-    hosts as long as any change within the busiest rank's host helps.
+    Each change takes load from the busiest rank: a slot of an expert with several copies gets a copy of one of its experts (one
+    move), or it exchanges an expert with another rank (two moves). The change that leaves the least larger load of the ranks
+    involved is made, if that is less than before. With num_hosts, see `place`, experts stay on their hosts as long as a change
+    within the busiest rank's host helps.
     """
     speeds = relative_shares(shares, len(placement.ranks))
     state = _BalanceState(placement, np.asarray(tokens, np.float64), speeds, len(check_hosts(len(speeds), num_hosts)))

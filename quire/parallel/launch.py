@@ -57,8 +57,8 @@ class WorkerStart:
 class SpawnedWorkers(WorkerGroup):
     """Workers that the leader starts as processes of its host, from their start to their end.
 
-    A dedicated thread starts the workers and lives as long as they do: the kernel kills them when the thread that started them
-    ends (PR_SET_PDEATHSIG), and the caller's may end before.
+    A thread of its own starts the workers and lives as long as they do: the kernel kills them when the thread that started
+    them ends (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, module: str, size: int, config: Mapping[str, Any], options: LaunchOptions) -> None:
@@ -205,8 +205,8 @@ def open_descriptor_of(pid: int, number: int) -> int:
 def run_worker(main: Callable[[WorkerContext], None]) -> NoReturn:
     """Run one worker: read the start message, call main, and end the process.
 
-    main has to call context.startup.ready(), and to return when the leader says so. GroupClosedError, which every wait raises
-    when the leader closes the group, is a success, too. Any other error ends the group with its text.
+    main calls context.startup.ready(), and returns when the leader says so. GroupClosedError, which every wait raises when the
+    leader closes the group, is a success, too. Any other error ends the group with its text.
     """
     status = _run_worker(main)
     logging.shutdown()

@@ -11,14 +11,13 @@ _SWITCH_S = 0.0005
 """Seconds after which a thread that works next to the steps gives up the interpreter, in place of 0.005."""
 
 _IDLE_S = 0.02
-"""Without a step for that long, the thread goes on as if there had been one."""
+"""After so long without a step the thread goes on as if there had been one."""
 
 
 class StepPacer:
     """The thread that runs steps calls begin_step and end_step; one other thread calls take before each piece of its work.
 
-    bytes_per_step  which the other thread may read and write in each step. A piece that is larger is done as a whole, and
-                    the next steps pay for it
+    bytes_per_step  which the other thread may read and write in each step; a larger piece counts for the next steps, too
     idle_s          seconds without a step after which it may do as much again
     """
 
@@ -55,7 +54,7 @@ class StepPacer:
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Let other threads have the interpreter soon when they want it, within the block. One thread at a time."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(min(usual, _SWITCH_S))

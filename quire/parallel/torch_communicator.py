@@ -350,8 +350,7 @@ class _HostTransfer:
 
 
 class _DeviceTransfer:
-    """Implements Transfer on a GPU, by events: when the current stream came to the operation, when that ended, and when the
-    stream came to the wait.
+    """Implements Transfer on a GPU, by events: when the current stream reached the operation, its end, and the wait for it.
 
     timing   a stream that does nothing else
     tensors  kept until the current stream waits, so that their memory is not used again

@@ -49,8 +49,8 @@ class LaunchOptions:
     watchdog_timeout_s  see ProcessMonitor
     areas               additional areas of the shared memory, by name, in bytes
     subgroups           ranks that have a barrier of their own, by its name
-    with_store          create a store of torch.distributed on this host, for gloo or NCCL: its port is bound before a worker
-                        learns it, so two groups that start at once cannot choose the same
+    with_store          create a store of torch.distributed on this host, for gloo or NCCL, with a port that is bound before
+                        workers learn it
     log_level           of the workers
     pass_fds            additional descriptors that every worker inherits, under the same numbers
     """

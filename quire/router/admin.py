@@ -92,7 +92,9 @@ class AdminApi:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            example = '{"url": "http://host:port"}' if kind is NewBackend else '{"role": "decode"}'
+            example = (
+                '{"url": "http://host:port"}' if kind is NewBackend else '{"role": "decode"}, with both, prefill or decode'
+            )
             raise invalid(f"the body must be like {example}: {error}", code="invalid_json") from None
 
     async def _add(self, incoming: Incoming) -> Backend:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from quire.base.logging import get_logger
 from quire.router.paths import error_style, plain_path
 from quire.serving.body_room import BodyShare
-from quire.serving.errors import ApiError, as_api_error, invalid
+from quire.serving.errors import ApiError, as_api_error, invalid, too_large
 
 logger = get_logger("quire.access")
 
@@ -84,7 +84,7 @@ class Incoming:
         stated = self.header(b"content-length")
         if stated.isdigit():
             if int(stated) > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes, int(stated))
             self._share.check(int(stated))
         encoding = self.header(b"content-encoding").lower()
         if encoding not in (b"", b"identity"):
@@ -92,7 +92,7 @@ class Incoming:
         found = bytearray()
         async for piece in self.body_pieces():
             if len(found) + len(piece) > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes, len(found) + len(piece))
             self._share.take(len(piece))
             found += piece
         return bytes(found)
@@ -176,7 +176,3 @@ async def end_with_error(incoming: Incoming, message: str) -> None:
     failed = ApiError(502, message, code="backend_failed")
     is_anthropic = error_style(incoming.path) == "anthropic"
     await incoming.finish(failed.anthropic_event() if is_anthropic else failed.openai_event())
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body may have {max_bytes} bytes", code="request_too_large")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.sampling_params import SamplingParams
-from quire.kernels.reference.mass import mass_units
+from quire.kernels.reference.mass import fixed_point_exp
 
 _HEAD_TOKENS = 256
 _MAX_HEAD_TOKENS = 1025
@@ -95,7 +95,7 @@ def _cut_heads(values: Tensor, row_ids: list[int], params: list[SamplingParams])
     mass: list[int | None] = [None] * len(params)
     for index, row_id in enumerate(row_ids):
         if limits[index] > width and params[index].top_p < 1:
-            mass[index] = int(mass_units(values[row_id] - head[index, 0]).sum())
+            mass[index] = int(fixed_point_exp(values[row_id] - head[index, 0]).sum())
     keep = _cut(head, keep, params, mass)
     is_open |= keep[:, -1] & ~is_whole
     if width == vocab_size:
@@ -132,7 +132,7 @@ def _nucleus_superset(values: Tensor, peak: Tensor, top_p: float) -> tuple[Tenso
     """
     depth = values - peak
     bins = (depth * -_BINS_PER_NAT).clamp_(max=_NUM_BINS - 1).to(torch.int64)
-    mass = bins.new_zeros(_NUM_BINS).scatter_add_(0, bins, mass_units(depth)).cumsum(0)
+    mass = bins.new_zeros(_NUM_BINS).scatter_add_(0, bins, fixed_point_exp(depth)).cumsum(0)
     total = int(mass[-1])
     crossing = (mass < _nucleus_target(top_p, total)).sum()
     return (bins <= crossing) & (values > _NEVER), total
@@ -175,7 +175,7 @@ def _cut_typical(head: Tensor, keep: Tensor, typical_p: Tensor) -> Tensor:
 
 def _cut_nucleus(head: Tensor, keep: Tensor, top_p: list[float], mass: list[int | None]) -> Tensor:
     best = head.masked_fill(~keep, _NEVER).amax(1, keepdim=True)
-    units = mass_units(head - best).masked_fill_(~keep, 0)
+    units = fixed_point_exp(head - best).masked_fill_(~keep, 0)
     cumulated = units.cumsum(1)
     totals = [total if known is None else known for total, known in zip(cumulated[:, -1].tolist(), mass, strict=True)]
     targets = [_nucleus_target(share, total) for share, total in zip(top_p, totals, strict=True)]

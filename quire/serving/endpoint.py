@@ -20,7 +20,7 @@ from quire.base.errors import RequestError
 from quire.serving.answers import Answer
 from quire.serving.body_room import BodyShare
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, ErrorStyle, from_quire_error, invalid, unknown_parameters
+from quire.serving.errors import ApiError, ErrorStyle, from_quire_error, invalid, too_large, unknown_parameters
 from quire.serving.interfaces import Tenant
 from quire.serving.resume_wire import RESUME_HEADER, cut_output
 
@@ -167,7 +167,7 @@ class Call:
         length = self.content_length
         if length is not None:
             if length > max_bytes:
-                raise too_large(max_bytes)
+                raise too_large(max_bytes, length)
             self.share.check(length)
         parts: list[bytes] = []
         num_bytes = 0
@@ -175,7 +175,7 @@ class Call:
             async for part in self.request.stream():
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
-                    raise too_large(max_bytes)
+                    raise too_large(max_bytes, num_bytes)
                 self.share.take(len(part))
                 parts.append(part)
         except ClientDisconnect:
@@ -214,11 +214,6 @@ def _seconds(text: str, header: str) -> float:
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise invalid(f"{header} must be a number of seconds above 0, up to {MAX_TIMEOUT_S:.0f}, got {text[:50]!r}", header)
     return seconds
-
-
-def too_large(max_bytes: int) -> ApiError:
-    """Return a 413; the rest of the body is not read."""
-    return ApiError(413, f"the body may have {max_bytes} bytes", code="request_too_large")
 
 
 def header(name: str, schema: Mapping[str, Any], description: str) -> Mapping[str, Any]:

@@ -195,3 +195,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         return from_quire_error(error)
     logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return ApiError(500, INTERNAL_ERROR, code="internal_error")
+
+
+def too_large(max_bytes: int, num_bytes: int) -> ApiError:
+    """Return a 413 for a body with at least num_bytes; the rest of it is not read."""
+    return ApiError(413, f"the body may have {max_bytes} bytes, got {num_bytes} or more", code="request_too_large")

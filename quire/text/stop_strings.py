@@ -25,14 +25,16 @@ class StopStringScanner:
         self._held = ""
         self._is_done = False
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be emitted now and the stop string if one is complete; nothing after a match.
+    def feed(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Return the text that may be emitted now, and the stop string if one is complete; nothing after a match.
+
+        may_end  False: stop strings that are complete in this text are passed over; one may begin in it and end in later text
 
         What could still become a stop string is held back, except with include_in_output, where it stays anyway.
         """
         if self._is_done:
             return "", None
-        found = self._scan(text)
+        found = self._scan(text, may_end)
         text, num_held = self._held + text, len(self._held)
         if found is not None:
             stop, end = found
@@ -50,7 +52,7 @@ class StopStringScanner:
         text, self._held, self._is_done = self._held, "", True
         return text
 
-    def _scan(self, text: str) -> tuple[str, int] | None:
+    def _scan(self, text: str, may_end: bool) -> tuple[str, int] | None:
         """Advance the matchers (Knuth, Morris, Pratt); return the stop string and the end of it in `text`, exclusive."""
         num_matched = self._num_matched
         for position, character in enumerate(text):
@@ -59,9 +61,11 @@ class StopStringScanner:
                 while length and stop[length] != character:
                     length = self._borders[index][length - 1]
                 length += stop[length] == character
-                num_matched[index] = length
                 if length == len(stop):
-                    return stop, position + 1
+                    if may_end:
+                        return stop, position + 1
+                    length = self._borders[index][-1]
+                num_matched[index] = length
         return None
 
 

@@ -31,11 +31,6 @@ class PeerLoad:
     _reported_s: float = float("-inf")
     _known: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
 
-    @property
-    def reported_s(self) -> float:
-        """When the last report came."""
-        return self._reported_s
-
     def work(self, keys: Sequence[int], first_page: int) -> float:
         """Return the work of a transfer: `keys` are those of its whole prompt, of which the pages from first_page on are
         wanted."""

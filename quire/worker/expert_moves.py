@@ -14,7 +14,7 @@ from quire.base.logging import get_logger
 from quire.parallel.communicator import Communicator, least_of
 from quire.parallel.expert_balance import Move, apply_moves
 from quire.parallel.expert_placement import ExpertPlacement
-from quire.parallel.step_pacer import StepPacer, short_turns
+from quire.parallel.step_pacer import StepPacer, short_switch_interval
 from quire.worker.expert_parallel import Placements
 
 logger = get_logger(__name__)
@@ -114,7 +114,7 @@ class ExpertMover:
 
     def _load_all(self, layer: int, experts: list[int]) -> None:
         try:
-            with short_turns():
+            with short_switch_interval():
                 for expert in experts:
                     self._loaded[expert] = self._load(layer, expert)
         except Exception as error:  # reported by the next call of switch; the rank goes on with the experts that it has

@@ -15,7 +15,7 @@ from quire.base.logging import get_logger
 from quire.contracts.expert_options import EplbConfig
 from quire.parallel.expert_balance import MAX_IMBALANCE, apply_moves, improve_changes
 from quire.parallel.expert_placement import ExpertPlacement
-from quire.parallel.step_pacer import short_turns
+from quire.parallel.step_pacer import short_switch_interval
 from quire.worker.expert_moves import ExpertChange, ExpertMover, LoadState
 from quire.worker.expert_parallel import PlacedLoads
 
@@ -148,7 +148,7 @@ class ExpertRebalancer:
 
     def _plan(self, placements: Mapping[int, ExpertPlacement], load: Counts) -> None:
         try:
-            with short_turns():
+            with short_switch_interval():
                 self._plans = plan_layers(placements, load, self._loads.shares, num_hosts=self._num_hosts)
         except Exception:  # a bug here must not end an engine that serves
             logger.exception("the experts cannot be rebalanced")

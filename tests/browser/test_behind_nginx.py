@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import openai
 import pytest
 
 from tests.browser.test_chat_page import say, wait_for_answers
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,11 +39,6 @@ http {{
     server {{ listen 127.0.0.1:{port}; {location} }}
 }}
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def wait_until_ready(url, processes, timeout_s=120):

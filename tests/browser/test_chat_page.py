@@ -56,7 +56,7 @@ def test_stop_ends_the_stream_when_escape_is_pressed(browser, scripted):
     browser.open(scripted.url)
     browser.until(lambda: browser.one("#model").text, "the model")
     say(browser, "Go on.")
-    browser.until(lambda: "Once upon a" in texts(browser, ".msg.assistant .text")[0], "the first text")
+    browser.until(lambda: texts(browser, ".msg.assistant .text") == ["Once upon a"], "the first text")
     assert browser.button("Stop")
     browser.press("\ue00c")
     wait_for_answers(browser, 1)

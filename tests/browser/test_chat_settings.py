@@ -76,7 +76,7 @@ def test_answer_that_a_reload_cut_is_kept_with_a_problem(browser, scripted):
     scripted.script = [[chunk({"content": "Once upon a "}), HOLD], text_chunks("All of it.")]
     open_page(browser, scripted.url)
     say(browser, "Go on.")
-    browser.until(lambda: "Once upon a" in texts(browser, ".msg.assistant .text")[0], "the first text")
+    browser.until(lambda: texts(browser, ".msg.assistant .text") == ["Once upon a"], "the first text")
     reload(browser)
     assert texts(browser, ".msg.assistant .text") == ["Once upon a"]
     assert "before the answer was complete" in browser.one(".msg.assistant .problem").text

@@ -145,6 +145,7 @@ def test_connections_beyond_the_limit_are_turned_away_and_the_server_goes_on():
         refused = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(300)]
         words = [sock.recv(4096) for sock in refused]
         assert sum(word.startswith(b"HTTP/1.1 503") and b"too_many_connections" in word for word in words) >= 290
+        server.wait_for_log("connections are turned away")
         assert len([line for line in list(server.log) if "connections are turned away" in line]) == 1
         assert ask_again(held[0], "/ready").startswith(b"HTTP/1.1 200")  # who is in is served
         for sock in [*held, *refused]:

@@ -39,9 +39,7 @@ def ask_chat(server, name, **more):
 
 def metric(server, name, tier):
     """Return the value of a metric of a tier; 0 before the first heartbeat."""
-    lines = server.get("/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith(f"quire:{name}{{") and f'tier="{tier}"' in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    return server.metric(f"quire:{name}", tier=tier)
 
 
 def wait_for_metric(server, name, tier, least):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, pipeline_stage
-from tests.ranks import assert_nothing_new, command_lines_of_children, is_alive, left_behind
+from tests.ranks import assert_nothing_new, command_lines_of_children, is_alive, left_behind, wait_until
 
 pytestmark = [
     pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
@@ -25,7 +26,7 @@ pytestmark = [
 PROMPTS = ["It was a cold morning when", "The detective looked at", "A", "Once upon a time"]
 OPTIONS = {"num_threads": 2, "max_num_seqs": 4, "num_kv_blocks": 256}
 RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-LIMIT_S = 15.0
+LIMIT_S = 30.0
 """Within which an end is noticed on a machine that others use, too; without a monitor it would take minutes."""
 SHOWS_PIDS = """
 engine = llm.llm_engine
@@ -156,10 +157,7 @@ def test_processes_end_with_their_leader_in_steps(options, num_workers):
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    end_s = time.monotonic() + LIMIT_S
-    while any(map(is_alive, pids)) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert not any(map(is_alive, pids))
+    assert wait_until(lambda: not any(map(is_alive, pids)), LIMIT_S)
     assert_nothing_new(before)
 
 
@@ -192,10 +190,10 @@ def test_a_server_of_stages_and_ranks_tells_of_a_killed_one_and_goes_on_with_new
         assert metrics.count("quire:rank_up{") == len(workers) + 1
         assert metrics.count("quire:pipeline_stage_busy_seconds_total{") == 2
         os.kill(workers[0], signal.SIGKILL)
-        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=LIMIT_S)
+        said = rf"pipeline stage.*\(pid {workers[0]}"
+        server.wait_for(lambda: re.search(said, server.get("/health").text), timeout_s=LIMIT_S)
         server.wait_ready()
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
-        assert f"(pid {workers[0]}" in server.get("/health").json()["last_error"]
-        assert "pipeline stage" in server.get("/health").json()["last_error"]
+        assert re.search(said, server.get("/health").json()["last_error"])
     finally:
         server.kill()

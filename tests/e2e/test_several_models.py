@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.ranks import is_alive, wait_until
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
 
@@ -106,20 +107,9 @@ def descendants_of(pid):
     return found
 
 
-def is_alive(pid):
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def assert_ended(pids):
     assert len(pids) >= 2  # the server of the model and its engine
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s and any(map(is_alive, pids)):
-        time.sleep(0.1)
-    assert not [pid for pid in pids if is_alive(pid)]
+    assert wait_until(lambda: not any(map(is_alive, pids)), 60)
 
 
 def test_models_take_turns_in_the_memory(tmp_path):

@@ -62,7 +62,7 @@ def test_latencies_and_throughput_of_a_server_are_predicted_from_its_steps():
         record = replace(record, delivery=measure_delivery(url, record))
         for rate in RATES:
             dataset = Dataset(name="trace", path=TRACE, num_prompts=round(rate * RUN_S), seed=3, **script.SCALES)
-            for _ in range(2):  # others may have the machine for a while: what is wrong is so each time
+            for _ in range(3):  # others may have the machine for a while: what is wrong is so each time
                 real, predicted = script.measure(url, dataset, rate), script.predict(record, dataset, rate)
                 ratios = {name: predicted[name] / max(real[name], 1e-3) for name in ALLOWED}
                 print(rate, {name: (round(real[name], 2), round(ratio, 2)) for name, ratio in ratios.items()})

@@ -17,7 +17,7 @@ from tests.e2e.server_process import serving
 pytestmark = pytest.mark.slow
 ADMIN, USER = "admin-secret", "user-secret"
 ASK = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-LONG = {**ASK, "max_tokens": 400, "ignore_eos": True}
+LONG = {**ASK, "max_tokens": 900, "ignore_eos": True}
 
 
 def write_keys(folder: Path):
@@ -84,7 +84,7 @@ def test_running_requests_end_with_an_error_or_are_finished_as_the_mode_says():
         assert post(server, "/sleep?mode=wait").status_code == 200
         thread.join()
         assert found[0].status_code == 200
-        assert found[0].json()["usage"]["completion_tokens"] == 400
+        assert found[0].json()["usage"]["completion_tokens"] == 900
         assert server.get("/is_sleeping").json() == {"is_sleeping": True}
 
 

@@ -126,7 +126,7 @@ class Wire:
         self.writer.transport.abort()
 
 
-def exchange(server, data, *, timeout_s=20):
+def exchange(server, data, *, timeout_s=60):
     """Send raw bytes and return (status, headers, body) of what comes back until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=timeout_s) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have answered before it has all

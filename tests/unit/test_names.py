@@ -10,7 +10,7 @@ NAMES = re.compile(
     r"|tap_layers|walk_drawn|take_walks|Walk|walk_of|next_token_law|StepDraft|step_draft|giving_way|result_check|num_draft_wish"
     r"|draft_wishes|Patience|ConstrainedRows|DeviceStepper|choosing_kernels|DeviceStep|AttentionInput|Preparation|may_hurry"
     r"|line_places|_obey|PoliteTransport|shown_error|divert|DirectBypass|Outlet|Taker|_taker|is_screened|_screen_bytes"
-    r"|Screening|ScreenRows|ScreenCopy|screen_head|_tell|_tell_\w+|tells_prompt_ids|fill_lines_of_decode)\b"
+    r"|Screening|ScreenRows|ScreenCopy|screen_head|_tell|_tell_\w+|tells_prompt_ids|fill_lines_of_decode|GraphRecorder|unit_rows)\b"
 )
 PROSE = re.compile(r"\b(narrow|narrowed|narrower|narrow_\w+|is_narrow|narrow weight|five launches|[Rr]ecorded steps?)\b")
 OLD_MODULES = {

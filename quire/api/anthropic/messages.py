@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
 from quire.api.decode import Body, BodyError, Part, check_depth
+from quire.api.field_values import show_names
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
 from quire.api.openai.shared import MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
 from quire.api.refusal import Refusal, always, unless
@@ -157,7 +158,7 @@ class PromptFields(Body, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             "tools": _refuse_tools,
-            "output_format": always("is of the past; use output_config.format"),
+            "output_format": always("is no longer supported; use output_config.format"),
             "mcp_servers": unless([], reason="this server calls no MCP servers; give their tools as tools"),
             "inference_geo": unless("global", reason="is not supported; leave it out"),
             **{name: always("is not supported; leave it out") for name in ("container", "compaction", "thread")},
@@ -212,7 +213,9 @@ class PromptFields(Body, kw_only=True):
         if isinstance(choice, ToolChoiceAny | ToolChoiceTool) and not names:
             raise BodyError("tool_choice: needs tools", "tool_choice")
         if isinstance(choice, ToolChoiceTool) and choice.name not in names:
-            raise BodyError(f"tool_choice: there is no tool {choice.name!r}", "tool_choice.name")
+            raise BodyError(
+                f"tool_choice.name: there is no tool {choice.name!r}; there are {show_names(names)}", "tool_choice.name"
+            )
         has_format = self.output_config is not None and self.output_config.format is not None
         if has_format and isinstance(self.messages[-1], AssistantMessage):
             raise BodyError(

@@ -148,7 +148,7 @@ class GenerateRequest(GenerationFields, kw_only=True):
             **super().refusals(),
             "suffix": unless("", reason="is not supported; write the prompt as the model takes it, with raw"),
             "template": unless("", reason="a request cannot bring its own template; use raw"),
-            "context": unless([], reason="is of the past; use /api/chat"),
+            "context": unless([], reason="is no longer supported; use /api/chat"),
             "images": unless([], reason="only text input is supported"),
             **{name: always("is not supported") for name in ("width", "height", "steps")},
         }

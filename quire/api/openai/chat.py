@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Part, check_depth
+from quire.api.field_values import show_names
 from quire.api.openai.shared import (
     MAX_DEPTH,
     NO_LIMIT,
@@ -110,7 +111,7 @@ class AssistantMessage(Part, tag_field="role", tag="assistant", kw_only=True):
         return {
             "prefix": goes_on,
             "partial": goes_on,
-            "function_call": always("is of the past; use tool_calls"),
+            "function_call": always("is no longer supported; use tool_calls"),
             "audio": always("only text input is supported"),
         }
 
@@ -232,10 +233,10 @@ def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> No
         return
     if not tools:
         raise BodyError("tool_choice: needs tools", "tool_choice")
-    known = {tool.function.name for tool in tools}
+    known = [tool.function.name for tool in tools]
     for name in chosen_tools(choice):
         if name not in known:
-            raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice")
+            raise BodyError(f"tool_choice: there is no tool {name!r}; there are {show_names(known)}", "tool_choice")
 
 
 def chosen_tools(choice: ToolChoice | None) -> tuple[str, ...]:
@@ -276,7 +277,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        old_functions = "is of the past; use tools and tool_choice"
+        old_functions = "is no longer supported; use tools and tool_choice"
         other_reasoning = {name: neutral for name, neutral in NO_REASONING.items() if name != "reasoning_effort"}
         return {
             **super().refusals(),

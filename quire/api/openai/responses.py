@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import Body, BodyError, Part, check_depth
+from quire.api.field_values import show_names
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS, check_limits
 from quire.api.openai.responses_items import InputItems
 from quire.api.openai.shared import (
@@ -253,7 +254,7 @@ class ResponsePrompt(Body, kw_only=True):
             names.append(tool.name)
         for name in self.chosen_tools:
             if name not in names:
-                raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice", "invalid_value")
+                raise BodyError(f"tool_choice: there is no tool {name!r}; there are {show_names(names)}", "tool_choice")
         if self.tool_choice == "required" and not names:
             raise BodyError("tool_choice: needs tools", "tool_choice")
 

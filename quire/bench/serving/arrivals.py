@@ -68,7 +68,7 @@ class Arrivals:
     def resolve(self, has_times: bool) -> str:
         """Return the process that "auto" selects. Raises ConfigError if a trace is required that has no times."""
         if self.process == "trace" and not has_times:
-            raise ConfigError("--arrival trace needs a --dataset-path whose rows have timestamps")
+            raise ConfigError("--arrival trace needs a trace whose rows have timestamps")
         if self.process != "auto":
             return self.process
         return "trace" if has_times and math.isinf(self.request_rate) else "poisson"

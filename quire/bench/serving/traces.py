@@ -51,10 +51,10 @@ def read_trace(path: Path, duration_s: float | None = None, max_requests: int | 
             file.seek(0)
             rows = _read_json(file, path) if first.lstrip().startswith("{") else _read_csv(file, path)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--dataset-path {path} cannot be read ({error})") from error
+        raise ConfigError(f"the trace {path} cannot be read ({error})") from error
     rows = sorted((row for row in rows if row.num_input_tokens and row.num_output_tokens), key=lambda row: row.time_s)
     if not rows:
-        raise ConfigError(f"--dataset-path {path} has no request with prompt and output tokens")
+        raise ConfigError(f"the trace {path} has no request with prompt and output tokens")
     block_tokens = infer_block_tokens(rows, path)
     start = rows[0].time_s
     shifted = [TraceRow(row.time_s - start, row.num_input_tokens, row.num_output_tokens, row.hash_ids) for row in rows]
@@ -79,7 +79,7 @@ def infer_block_tokens(rows: Sequence[TraceRow], path: Path) -> int | None:
         return None
     if least > most:
         raise ConfigError(
-            f"--dataset-path {path}: no block size explains the hash_ids: some rows need at least {least} tokens a block, "
+            f"the trace {path}: no block size explains the hash_ids: some rows need at least {least} tokens a block, "
             f"others at most {most:g}"
         )
     if least <= _USUAL_BLOCK_TOKENS <= most:
@@ -97,7 +97,7 @@ def _read_json(lines: Iterable[str], path: Path) -> list[TraceRow]:
             rows.append(_json_row(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"--dataset-path {path}, line {number}: needs numbers timestamp, input_length and output_length, and perhaps a "
+                f"the trace {path}, line {number}: needs numbers timestamp, input_length and output_length, and perhaps a "
                 f"list hash_ids ({type(error).__name__}: {error})"
             ) from error
     return rows
@@ -129,7 +129,7 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[TraceRow]:
     wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     if reader.fieldnames is None or any(name not in reader.fieldnames for name in wanted):
         raise ConfigError(
-            f"--dataset-path {path} is not a trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
+            f"the trace {path} is not a trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
             "timestamp, input_length and output_length"
         )
     rows = []
@@ -137,7 +137,7 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[TraceRow]:
         try:
             rows.append(TraceRow(_seconds(row[wanted[0]]), _count(row[wanted[1]]), _count(row[wanted[2]])))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"--dataset-path {path}, line {reader.line_num}: {error}") from error
+            raise ConfigError(f"the trace {path}, line {reader.line_num}: {error}") from error
     return rows
 
 

@@ -32,7 +32,7 @@ _COEFFICIENTS = (
 _CHUNK_ELEMENTS = 1 << 15
 
 
-def mass_units(depth: Tensor) -> Tensor:
+def fixed_point_exp(depth: Tensor) -> Tensor:
     """Return the masses of tokens; depth f32, <= 0 or -inf, any shape, not changed. Returns int64."""
     flat = depth.reshape(-1)
     units = torch.empty(flat.shape, dtype=torch.int64, device=depth.device)

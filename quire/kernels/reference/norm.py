@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.contracts.model_spec import NormSpec
 
 
-def unit_of(x: Tensor, spec: NormSpec) -> Tensor:
-    """Return x [..., N], with kind "layer" less its mean, over the root of its mean square, in f32."""
+def normalize_unweighted(x: Tensor, spec: NormSpec) -> Tensor:
+    """Return x [..., N] normalised, without weight and bias, in f32."""
     wide = x.float()
     if spec.kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)
@@ -24,19 +24,19 @@ def normalize(
     spec: NormSpec,
     weight: Tensor | None,
     bias: Tensor | None = None,
-    unit: Callable[[Tensor, NormSpec], Tensor] = unit_of,
+    unweighted: Callable[[Tensor, NormSpec], Tensor] = normalize_unweighted,
 ) -> Tensor:
     """Normalise x over its last dimension.
 
     x             [..., N], any float dtype
     weight, bias  [N], dtype of x, or [H, N] for heads x [T, H, N]; weight None without has_weight; bias only for kind "layer"
                   with has_bias
-    unit          as unit_of, with sums of its own
+    unweighted    as normalize_unweighted, with sums of its own
     Returns       [..., N] in x's dtype; sums are in f32
     """
     if spec.kind == "layer":
-        return _layer_norm(x, spec, weight, bias, unit)
-    wide = unit(x, spec)
+        return _layer_norm(x, spec, weight, bias, unweighted)
+    wide = unweighted(x, spec)
     if weight is None:
         return wide.to(x.dtype)
     if spec.late_cast:
@@ -45,10 +45,10 @@ def normalize(
 
 
 def _layer_norm(
-    x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, unit: Callable[[Tensor, NormSpec], Tensor]
+    x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None, unweighted: Callable[[Tensor, NormSpec], Tensor]
 ) -> Tensor:
     if weight is not None and (weight.dim() > 1 or spec.late_cast):
-        wide = (weight.float() + spec.offset) * unit(x, spec)
+        wide = (weight.float() + spec.offset) * unweighted(x, spec)
         return (wide if bias is None else wide + bias.float()).to(x.dtype)
     weight = weight + spec.offset if weight is not None and spec.offset else weight
     return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)

@@ -1,9 +1,9 @@
 """Triton kernels for NVIDIA GPUs, tuned for Hopper; kernels/reference has the reference of each. Imported only when used.
 
-Every operation has a function that returns its launches, with all constants, and one that runs them. So launches can be
-compiled without a GPU (compiling.py), and run without one in Triton's interpreter (TRITON_INTERPRET=1); arithmetic.py works
-around the interpreter's missing bfloat16 arithmetic.
+Every operation has a function that returns its launches, and one that runs them. So launches can be compiled without a GPU
+(compiling.py), and run in Triton's interpreter (TRITON_INTERPRET=1), whose missing bfloat16 arithmetic arithmetic.py replaces.
+Modules *_kernels.py import no torch, so that compile_server.py starts fast.
 
-Device functions get everything as arguments, because Triton has no structures that hold both tensors and constants. They are
-long where a loop cannot be split.
+Device functions have many arguments, as no structure of Triton holds both tensors and constants, and are long where a loop
+cannot be split.
 """

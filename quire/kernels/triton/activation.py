@@ -8,10 +8,9 @@ from torch import Tensor
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import Activation
 from quire.kernels.triton.activation_kernels import _activate
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.sizes import ceil_divide
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATION_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _BLOCK = 1024
 
@@ -32,7 +31,7 @@ def activate_launch(out: Tensor, gate: Tensor, up: Tensor | None, activation: Ac
     if activation not in ACTIVATION_KINDS:
         raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {activation!r}")
     num_rows, width = gate.shape
-    check_tensor("gate", gate, (None, None), *_FLOATS)
+    check_tensor("gate", gate, (None, None), *FLOATS)
     check_contiguous("out", out, tuple(gate.shape), gate.dtype)
     if up is not None:
         check_tensor("up", up, tuple(gate.shape), gate.dtype)

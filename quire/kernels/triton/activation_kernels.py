@@ -1,7 +1,4 @@
-"""Kernels of activation.py: activations of feed-forward blocks.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of activation.py: activations of feed-forward blocks."""
 
 from __future__ import annotations
 

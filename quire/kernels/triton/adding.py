@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.adding_kernels import _add_parts
-from quire.kernels.triton.launching import Launch, check_contiguous
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous
 from quire.kernels.triton.sizes import ceil_divide
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
@@ -23,7 +21,7 @@ def add_parts_launch(out: Tensor, parts: Tensor, residual_scale: float | None = 
 
     Raises InvariantError for shapes and dtypes that do not match.
     """
-    check_contiguous("out", out, (None, None), *_FLOATS)
+    check_contiguous("out", out, (None, None), *FLOATS)
     num_tokens, width = out.shape
     check_contiguous("parts", parts, (None, num_tokens, width), out.dtype)
     if len(parts) < 1:

@@ -1,7 +1,4 @@
-"""Kernel of adding.py: partial sums of ranks are added.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernel of adding.py: partial sums of ranks are added."""
 
 from __future__ import annotations
 

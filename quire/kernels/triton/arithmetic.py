@@ -46,7 +46,7 @@ def cast_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def widened(codes: tl.tensor) -> tl.tensor:
+def to_f32(codes: tl.tensor) -> tl.tensor:
     """Return codes as f32: int8, float8e4nv, or u8, the bits of float8e4nv for GPUs that do not convert these."""
     if codes.dtype == tl.uint8:
         # As bits of an f16 they are smaller by the difference of the exponents' biases, 2**8; the result is exact.
@@ -67,7 +67,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def whole(x: tl.tensor) -> tl.tensor:
+def round_to_integer(x: tl.tensor) -> tl.tensor:
     """Return x, f32 with |x| < 2**22, rounded to the nearest integer, ties to even.
 
     If x is a product and multiplies are fused with adds, the exact product is rounded instead of x, in one operation.

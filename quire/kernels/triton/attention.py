@@ -16,7 +16,7 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_runs
 from quire.kernels.triton.hopper_attention import attend_prompts_launch
-from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import ELEMENT_TYPES, FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.merge_kernels import merge_chunks
 from quire.kernels.triton.rotated_codes import PACKED, unrotate_launch, width_of
 from quire.kernels.triton.sizes import power_of_two
@@ -28,25 +28,23 @@ from quire.kernels.triton.tiles import (
     ROWS_OF_DECODE,
     SPLIT_PROGRAMS,
     AttentionTile,
+    decode_attention_tile,
     in_order_attention_tile,
     is_filled,
-    long_attention_tile,
     most_chunks,
-    short_attention_tile,
+    prefill_attention_tile,
 )
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED = (torch.int8, torch.float8_e4m3fn, PACKED)
 _MERGED_AT_ONCE = 16
 _PLANNED_AT_ONCE = 512
 _PARTIAL_BYTES = 256 << 20
-"""Maximum size of the partial results of long runs, unless a few tiles need more; the other tiles are computed afterwards."""
+"""Maximum size of the partial results of long runs, unless a few tiles need more; other tiles are computed afterwards."""
 _ALIGNED_TILES = 4  # tile lists begin at a multiple of 16 bytes
 
 IS_FUSED = False
-"""Whether a multiply and an add may be fused. They would be for tiles of keys without a mask, and not for masked tiles, so the
-bits of a row would depend on where its prompt was split. The scores are multiplied for their maximum anyway, so this costs
-nothing."""
+"""Whether a multiply and an add may be fused. The compiler would do so for tiles without a mask only, so a row's bits would
+depend on where its prompt was split. Not to fuse costs nothing: the scores are multiplied for their maximum anyway."""
 
 
 _LATENT_GROUP = 32
@@ -57,14 +55,14 @@ class _Heads(NamedTuple):
     """The heads of attention as kernels see them: num_kv groups of `group` query heads, whose values have `dim` elements.
 
     extra  elements of keys more than of values
-    is_joined  a row is key and, without its first `extra` elements, value of all groups (latent attention)
+    is_latent  a row is key and, without its first `extra` elements, value of all groups (latent attention)
     """
 
     num_kv: int
     group: int
     dim: int
     extra: int = 0
-    is_joined: bool = False
+    is_latent: bool = False
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> _Heads:
@@ -72,7 +70,7 @@ class _Heads(NamedTuple):
             group, dim = spec.num_heads // spec.num_kv_heads, spec.value_size
             return cls(spec.num_kv_heads, group, dim, spec.head_dim - dim)
         group = max(size for size in range(1, _LATENT_GROUP + 1) if spec.num_heads % size == 0)
-        return cls(spec.num_heads // group, group, spec.latent.kv_rank, spec.latent.rope_dim, is_joined=True)
+        return cls(spec.num_heads // group, group, spec.latent.kv_rank, spec.latent.rope_dim, is_latent=True)
 
 
 class KvCache(NamedTuple):
@@ -82,8 +80,8 @@ class KvCache(NamedTuple):
                         of rotated vectors, see rotated_codes.py. Keys may be int8 and values u8
     k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
     index               [num_blocks, 1, block_size, D] keys of an indexer (IndexerSpec), in q's dtype; None: there is none
-    Latent attention has one tensor for both: K is 1, and a row its rotated key and then its latent row. Of values that are
-    smaller than keys, the rest of a row is not read.
+    Latent attention has one tensor for both: K is 1, and a row has the rotated key, then the latent row. Values smaller than
+    keys stand first in their rows.
     """
 
     k: Tensor
@@ -106,8 +104,7 @@ def attend(
 
     q        [T, H, D] float, the heads of a token contiguous, rotated if the keys are; this step's KV is already stored
     sinks    [H] float, an attention sink per head: a logit in the softmax without a value; None: none
-    is_in_order  batch-invariant: a query has the same bits whether it is computed with its prompt, a part of it, or by itself;
-                 slower
+    is_in_order  batch-invariant: a query has the same bits with its whole prompt, a part of it, or alone; slower
     slopes   [H] f32, spec.alibi_slopes, where there are any
     Returns  [T, H, size of values] in q's dtype, zeros for padding sequences; of latent attention [T, H, kv_rank]. Sums are in
              f32. Does not write the cache
@@ -136,11 +133,10 @@ def attend_launches(
     """Return the launches of `attend`, which write the contiguous `out`.
 
     Cached keys are split into chunks, each for its own program, so that a few long sequences fill the device; the partial
-    results are merged in order. Sequences with few queries, mainly those of decode steps, have short chunks. The others have
-    one program for each run of queries and LONG_CHUNK keys, or one per run if the window is not longer or the runs fill the
-    device. The short chunks are
-    computed on the device, once per step, so launches are the same for all lengths. Batch-invariant attention uses the same
-    tiles and chunks for both, and merges chunks one by one.
+    results are merged in order. Sequences with few queries, mainly those of decode steps, have short chunks, which the device
+    computes once per step: launches are the same for all lengths. The others have chunks of LONG_CHUNK keys, or one if the
+    window is not longer or the runs of queries fill the device. Batch-invariant attention has the same tiles and chunks for
+    both, and merges chunks one by one.
     """
     _check(out, q, cache, spec, sinks, slopes)
     if step.has_cached_drafts and (spec.window is not None or slopes is not None):
@@ -157,7 +153,7 @@ def attend_launches(
     if short.num_tiles:
         launches += _split_on_device(_short_call(out, q, cache, step, spec, sinks, short, is_in_order, slopes))
     if long.num_tiles:
-        tile = fixed or long_attention_tile(*kinds)
+        tile = fixed or prefill_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
         call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order, slopes, heads)
@@ -166,7 +162,7 @@ def attend_launches(
     return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
 
 
-class SomeChunks(NamedTuple):
+class PartialResults(NamedTuple):
     """Results of some chunks of keys: partial [items, num_kv, queries * group, D] f32, and log_sums without D."""
 
     partial: Tensor
@@ -174,13 +170,13 @@ class SomeChunks(NamedTuple):
 
 
 def partial_shape(spec: AttentionSpec, num_queries: int) -> tuple[int, int, int]:
-    """Return (num_kv, queries * group, D) of SomeChunks for runs of so many queries."""
+    """Return (num_kv, queries * group, D) of PartialResults for runs of so many queries."""
     heads = _Heads.of(spec)
     return heads.num_kv, num_queries * heads.group, heads.dim
 
 
-def attend_some_chunks_launch(
-    found: SomeChunks,
+def attend_chunks_launch(
+    found: PartialResults,
     q: Tensor,
     cache: KvCache,
     step: DeviceAttentionMetadata,
@@ -197,9 +193,9 @@ def attend_some_chunks_launch(
     return _attend_chunks(call, plan, 0, found.partial, found.log_sums)
 
 
-def merge_some_chunks_launch(
+def merge_chunks_launch(
     out: Tensor,
-    found: SomeChunks,
+    found: PartialResults,
     starts: Tensor,
     cache: KvCache,
     step: DeviceAttentionMetadata,
@@ -222,7 +218,7 @@ def attend_part_launches(
     out: Tensor, sums: Tensor, q: Tensor, cache: KvCache, step: DeviceAttentionMetadata, spec: AttentionSpec
 ) -> list[Launch]:
     """Return the launches that attend the only query of each sequence to the part of its keys of which `step` has the blocks
-    and the length; out [T, H, D] f32 and sums as of merge_some_chunks_launch, zeros and -inf where there are none."""
+    and the length; out [T, H, D] f32 and sums as of merge_chunks_launch, zeros and -inf where there are none."""
     tiles = Tiles(None, None, len(q), 1)
     return _split_on_device(_short_call(out, q, cache, step, spec, None, tiles, False), sums)
 
@@ -240,7 +236,7 @@ def _short_call(
 ) -> _Call:
     _, group, dim, *_ = heads = _Heads.of(spec)
     kinds = dim, q.dtype, cache.k.dtype
-    tile = in_order_attention_tile(*kinds) if is_in_order else short_attention_tile(dim, group, *kinds[1:])
+    tile = in_order_attention_tile(*kinds) if is_in_order else decode_attention_tile(dim, group, *kinds[1:])
     rows = power_of_two(tiles.num_queries * group, tile.rows)
     return _Call(out, q, cache, step, spec, sinks, tiles, tile._replace(rows=rows), CHUNK, is_in_order, slopes, heads)
 
@@ -248,7 +244,7 @@ def _short_call(
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries per tile, and the maximum number of queries of a short sequence, for DeviceAttentionMetadata.tiles."""
     _, group, dim, *_ = _Heads.of(spec)
-    tile = (in_order_attention_tile if is_in_order else long_attention_tile)(dim, dtype, kv_dtype)
+    tile = (in_order_attention_tile if is_in_order else prefill_attention_tile)(dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
 
 
@@ -433,7 +429,7 @@ def _key_constants(call: _Call) -> dict[str, object]:
         "BLOCK_N": tile.keys,
         "BLOCK_D": power_of_two(heads.dim, 16),
         "EXTRA": heads.extra,
-        "IS_JOINED": heads.is_joined,
+        "IS_LATENT": heads.is_latent,
         "BLOCK_E": power_of_two(heads.extra, 16),
         "SOFTCAP": spec.softcap or 0.0,
         "COMPUTE": ELEMENT_TYPES[compute],
@@ -466,7 +462,7 @@ def _run_constants(call: _Call) -> dict[str, object]:
 def _check(
     out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None = None, slopes: Tensor | None = None
 ) -> None:
-    check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *_FLOATS)
+    check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *FLOATS)
     check_contiguous("out", out, (*q.shape[:2], _Heads.of(spec).dim), q.dtype)
     if q.stride(1) != spec.head_dim and spec.num_heads > 1:
         raise InvariantError(f"the heads of a token must lie in one piece, got strides {q.stride()}")
@@ -478,7 +474,7 @@ def _check(
     if slopes is not None:
         check_contiguous("slopes", slopes, (spec.num_heads,), torch.float32)
     if sinks is not None:
-        check_contiguous("sinks", sinks, (spec.num_heads,), *_FLOATS)
+        check_contiguous("sinks", sinks, (spec.num_heads,), *FLOATS)
 
 
 def check_cache(cache: KvCache, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

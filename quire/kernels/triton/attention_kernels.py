@@ -1,9 +1,8 @@
 """Device code of paged attention: runs of queries against the cached keys of their sequence.
 
 A program handles one key-value head and all query heads that share it, for a run of queries of one sequence: row r is query
-r // GROUP, head r % GROUP. Keys are processed in tiles of BLOCK_N at fixed positions, and in split launches one program
-processes a chunk of CHUNK positions. So the sums of a row depend on its own position and on whether its launch is split, not
-on the batch, on where a prompt was split, or on padding.
+r // GROUP, head r % GROUP. Tiles of BLOCK_N keys, and in split launches chunks of CHUNK keys have fixed positions. So a row's
+sums depend on its own position and on whether its launch is split, not on the batch, the chunks of its prompt, or padding.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def find_rows(
 
 
 @triton.jit
-def is_seen(
+def attention_mask(
     keys: tl.tensor,
     queries: tl.tensor,
     is_row: tl.tensor,
@@ -118,7 +117,7 @@ def is_seen(
 
 
 @triton.jit
-def _units_of(sizes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _powers_of_two(sizes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return the powers of two next below sizes, f32 >= 0, from 2 ** -100 on, 1 for 0, and 1 over each; both are exact."""
     bits = sizes.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.where(bits == 0, 127 << 23, tl.maximum(bits, 27 << 23))
@@ -153,7 +152,7 @@ def _attend_span(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
-    IS_JOINED: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,9 +162,11 @@ def _attend_span(
     IN_ORDER: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
-    to all of them. bottom: the first key that any row of the run may see. EXTRA, IS_JOINED: see attend_runs. slopes:
-    of the rows. IN_ORDER: batch-invariant."""
+    """Accumulate the keys of [low, high) in (acc, best, total), in base 2; low is a multiple of BLOCK_N.
+
+    bottom      first key that any row of the run may see; slopes: of the rows; EXTRA, IS_LATENT: see attend_runs
+    IS_MASKED   whether some rows do not attend to all of these keys; IN_ORDER: batch-invariant
+    """
     dims = tl.arange(0, BLOCK_D)
     # Of codes of four bits, each byte is loaded for both of its dims.
     K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
@@ -177,18 +178,17 @@ def _attend_span(
         keys = first + tl.arange(0, BLOCK_N)
         k_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + k_dims[None, :])
         v_tile = v_ptr + base * V_WIDTH + (rows[:, None] * V_WIDTH + v_dims[None, :])
-        # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach a sum. So may
-        # blocks before the window, which a sequence no longer holds.
+        # Slots past the context, and blocks before the window, may hold NaN of a failed sequence: 0 * NaN must reach no sum.
         is_key = keys < end
         if IS_MASKED and WINDOW > 0 and BLOCK_SIZE % BLOCK_N != 0:
             is_key = is_key & (keys >= bottom)
         if IS_MASKED or HEAD_DIM != BLOCK_D:
             is_there = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=is_there, other=0.0)
-            v = k if IS_JOINED else tl.load(v_tile, mask=is_there, other=0.0)
+            v = k if IS_LATENT else tl.load(v_tile, mask=is_there, other=0.0)
         else:
             k = tl.load(k_tile)
-            v = k if IS_JOINED else tl.load(v_tile)
+            v = k if IS_LATENT else tl.load(v_tile)
         if K_WIDTH < HEAD_DIM:
             k = unpack(k, dims, HEAD_DIM)
         if V_WIDTH < HEAD_DIM:
@@ -213,7 +213,7 @@ def _attend_span(
             # From the index of a query: its position would only shift its row.
             scores += slopes[:, None] * (places[None, :] - queries[:, None]).to(tl.float32)
         if IS_MASKED:
-            seen = is_seen(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
+            seen = attention_mask(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         shift = new_best
@@ -230,7 +230,7 @@ def _attend_span(
             if IN_ORDER:
                 # A row has the same bits whether or not the tile has keys that it does not see.
                 own = tl.where(seen, scales[None, :], 0.0) if IS_MASKED else scales[None, :]
-                unit, inverse = _units_of(tl.max(own, 1)[:, None])
+                unit, inverse = _powers_of_two(tl.max(own, 1)[:, None])
                 weights = cast_to(weights * (scales[None, :] * inverse), COMPUTE)
                 acc = dot(weights, v.to(COMPUTE), acc * (shrink[:, None] * inverse)) * unit
             else:
@@ -267,7 +267,7 @@ def attend_keys(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
-    IS_JOINED: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -292,19 +292,19 @@ def attend_keys(
             acc, best, total, q, q_extra, low, first, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
             ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale, slopes,
-            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
         )  # fmt: skip
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
     middle = tl.maximum(middle, first)
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, first, middle, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
-        HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, False,
+        HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, False,
     )  # fmt: skip
     acc, best, total = _attend_span(
         acc, best, total, q, q_extra, middle, high, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
-        HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
+        HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, IN_ORDER, True,
     )  # fmt: skip
     return acc / tl.maximum(total, TINY)[:, None], best + tl.log2(total)
 
@@ -342,7 +342,7 @@ def attend_runs(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
-    IS_JOINED: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -361,9 +361,8 @@ def attend_runs(
     slopes    [H] f32 or None: a key's score loses the slope for each token between it and the query (ALiBi)
     EXTRA     keys, heads of q and rows of the cache have EXTRA + HEAD_DIM elements, values HEAD_DIM. Values that are smaller
               than keys stand first in their rows
-    IS_JOINED of latent attention (MLA): v is k, a row per token that all groups of heads read, as value without its first EXTRA
-              elements
-    IN_CHUNKS if not split, keys are processed chunk by chunk, and merged as merge_chunks does with one at a time
+    IS_LATENT latent attention (MLA): v is k, one row per token for all heads; a value is a row without its first EXTRA elements
+    IN_CHUNKS if not split, keys are processed chunk by chunk, and merged as by merge_chunks
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -385,8 +384,7 @@ def attend_runs(
     is_row = (queries < QUERIES) & (queries < left)
     dims = tl.arange(0, BLOCK_D)
     row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    # Rows beyond the last query repeat it, unless the run ends the sequence: a mask of rows would occupy registers that wide
-    # heads need.
+    # Rows beyond the last query repeat it, unless the run ends the sequence: a mask would take registers that wide heads need.
     q_rows = (token + tl.minimum(queries, tl.minimum(QUERIES, left) - 1)).to(tl.int64) * q_stride + heads * (HEAD_DIM + EXTRA)
     q = tl.load(q_ptr + q_rows[:, None] + EXTRA + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
     q_extra = None
@@ -394,8 +392,8 @@ def attend_runs(
         extra_dims = tl.arange(0, BLOCK_E)
         is_extra = (extra_dims < EXTRA)[None, :]
         q_extra = tl.load(q_ptr + q_rows[:, None] + extra_dims[None, :], mask=is_extra, other=0.0).to(COMPUTE)
-    CACHED_HEADS: tl.constexpr = 1 if IS_JOINED else NUM_KV_HEADS
-    cached_head = kv_head * 0 if IS_JOINED else kv_head
+    CACHED_HEADS: tl.constexpr = 1 if IS_LATENT else NUM_KV_HEADS
+    cached_head = kv_head * 0 if IS_LATENT else kv_head
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + heads) * LOG2_E
@@ -411,7 +409,7 @@ def attend_runs(
             part, part_sum = attend_keys(
                 q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row,
                 place, end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                ancestors_ptr, positions_ptr, scale, slopes, HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE,
+                ancestors_ptr, positions_ptr, scale, slopes, HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, CACHED_HEADS, BLOCK_SIZE,
                 BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
             )  # fmt: skip
             new_best = tl.maximum(log_sum, part_sum)
@@ -426,7 +424,7 @@ def attend_runs(
         out, log_sum = attend_keys(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
-            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
         )  # fmt: skip
     if partial_ptr is not None:
         part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks + tl.program_id(2)

@@ -1,6 +1,6 @@
 """Attention to the blocks of keys that an indexer chooses (MiniMax-M3); nothing waits for the device.
 
-A query and some of its heads are a sequence of their own, whose block table has the chosen blocks of their key and value head.
+A query, with the heads that share a choice, is computed as a sequence of one token, whose block table has the chosen blocks.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def _attend(
     group = math.gcd(of_index, of_kv, heads.first)  # heads that share both
     firsts = torch.arange(0, spec.num_heads, group, device=q.device)
     chosen, counts = (one[:, (firsts + heads.first) // of_index] for one in (chosen, counts))  # [T, groups, ...]
-    # Blocks of the indexer and of the cache consist of units.
+    # Units are the largest pieces of which both blocks of the indexer and of the cache consist.
     _, num_kv_heads, block_size, dim = cache.k.shape
     unit, size = math.gcd(block_size, indexer.block_size), indexer.block_size
     units = (chosen[..., None] * (size // unit) + torch.arange(size // unit, device=q.device)).flatten(2)
     numbers = (units * unit // block_size).clamp_(max=tables.shape[1] - 1)
     blocks = tables.long().gather(1, numbers.flatten(1)).view_as(numbers) * num_kv_heads + (firsts // of_kv)[:, None]
     units = blocks * (block_size // unit) + units * unit % block_size // unit
-    # The query's own block is the last one that it may see, and ends with it.
+    # The block of the query itself is its last one, and ends with it.
     last = chosen.gather(2, (counts - 1).clamp_(min=0).long()[..., None])[..., 0]
     is_own = (last == (places // size)[:, None]) & (counts > 0)
     lengths = counts * size - torch.where(is_own, (size - 1 - places % size)[:, None], 0)

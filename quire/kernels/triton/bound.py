@@ -1,7 +1,7 @@
 """Bound launches: a compiled kernel is launched with its packed arguments by one call of the CUDA driver.
 
-Triton's own path finds out at every launch which compiled code its arguments need, in about 50 us of Python. Here the code is
-found with Triton once for each kind of launch; a launch compares the kind, packs its arguments and calls cuLaunchKernelEx.
+Triton finds out at every launch which compiled code its arguments need, in about 50 us of Python. Here Triton is asked once for
+each kind of launch; a launch compares the kind, packs its arguments and calls cuLaunchKernelEx.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton
 from torch import Tensor
 
 from quire.base.logging import get_logger
-from quire.kernels.triton.boxes import placed
-from quire.kernels.triton.settled_key import settle_key
+from quire.kernels.triton.cache_keys import hash_callees
+from quire.kernels.triton.tma_tensor import with_descriptors
 
 if TYPE_CHECKING:
     from quire.kernels.triton.launching import Launch
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 _FORMATS = {"i32": "i", "i64": "q", "u64": "Q", "fp32": "f"}
 """Of `struct`, by Triton's names of types; pointers have a star in front of that of their elements."""
 _SCRATCH = "QQ"
-"""What Triton appends to the arguments of a kernel: two pointers, which are null for kernels without working memory."""
+"""What Triton appends to a kernel's arguments: two pointers, null for kernels without working memory."""
 _WIDE, _UNSIGNED = 1 << 31, 1 << 63
 _ALIGNMENT = 16
 _PDL, _PARAM_BUFFER, _PARAM_SIZE, _INVALID_CONTEXT = 6, 1, 2, 201
@@ -158,10 +158,9 @@ class _Kind(NamedTuple):
 class BoundLauncher:
     """Launches kernels, whose code it finds with Triton when a kind of launch comes first.
 
-    What it cannot launch itself goes through Triton: other kinds of arguments or of kernels, another version's conventions, and
-    what fails when it comes first.
+    Triton launches what it cannot: other kinds of arguments or kernels, another version's conventions, and what fails at first.
     driver        None: the system's, which is looked for at the first launch
-    before_first  what is called, from any thread, before Triton compiles the code of a launch, or finds it in its cache
+    before_first  called, from any thread, before Triton compiles the code of a launch, or finds it in its cache
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
@@ -241,14 +240,14 @@ class BoundLauncher:
 
 def run_by_triton(launch: Launch) -> None:
     """Launch as Triton does."""
-    settle_key(launch.kernel)
-    launch.kernel[launch.grid](**placed(launch.arguments), **launch.constants, **launch.options)
+    hash_callees(launch.kernel)
+    launch.kernel[launch.grid](**with_descriptors(launch.arguments), **launch.constants, **launch.options)
 
 
 def compiled_of(launch: Launch) -> Any:
     """Return the CompiledKernel that Triton would launch."""
-    settle_key(launch.kernel)
-    return launch.kernel.warmup(grid=(1,), **placed(launch.arguments), **launch.constants, **launch.options)
+    hash_callees(launch.kernel)
+    return launch.kernel.warmup(grid=(1,), **with_descriptors(launch.arguments), **launch.constants, **launch.options)
 
 
 _dtype_of, _address_of = attrgetter("dtype"), Tensor.data_ptr

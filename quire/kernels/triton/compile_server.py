@@ -1,7 +1,7 @@
 """The compile server: a process that compiles kernels into Triton's cache, in forked children.
 
-`python -m quire.kernels.triton.compile_server FD ARCH` talks over the socket FD. It imports no torch, which would take seconds,
-and what Triton does once, such as hashing itself, it has done before children begin.
+`python -m quire.kernels.triton.compile_server FD ARCH` talks over the socket FD. It imports no torch, which would take seconds.
+What Triton does once, such as hashing itself, is done before children begin.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ _FORK = multiprocessing.get_context("fork")
 class CompileServer:
     """Compiles variants in the order in which they come; the connection ends when no more are wanted.
 
-    Lists of variants, and numbers of those that are to be compiled next, arrive; for each variant its number is sent, and what
-    was wrong, None if nothing.
+    It receives lists of variants, and numbers of those to compile next, and sends each variant's number with its error or None.
     """
 
     def __init__(self, connection: Connection, arch: int, num_processes: int) -> None:
@@ -159,7 +158,7 @@ def _build_driver_library() -> None:
 def _ending_all() -> Iterator[None]:
     """End with this process, also by SIGTERM, all that it has started, assemblers too, and remove their files.
 
-    What Triton's cache then has of a kernel is not found there without the file that is written last.
+    Triton ignores a half-written kernel in its cache, as the file that it writes last is missing.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if os.getpgrp() != os.getpid():

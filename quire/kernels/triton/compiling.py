@@ -21,8 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.launching import Argument, Launch
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 _TYPE_NAMES = {
     torch.float32: "fp32",
@@ -51,7 +51,7 @@ class CompiledKernel:
     shared_bytes   per program
     opcodes        number of occurrences of each machine instruction, by its name with all modifiers
     num_early_loads
-                   loads from global memory before the kernel waits for the previous launch, see pdl.py; 0 without a wait
+                   loads from global memory before the kernel waits (pdl.py); 0 without a wait
     """
 
     num_registers: int
@@ -94,7 +94,7 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
 
 
 def _type_name(value: Argument, is_plain: bool) -> str:
-    if isinstance(value, Boxes):
+    if isinstance(value, TmaTensor):
         columns = f"{value.box[0]}, {value.box[1]}"
         return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{value.layout!r}>"
     if isinstance(value, Tensor):

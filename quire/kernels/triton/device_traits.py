@@ -1,7 +1,7 @@
 """DeviceTraits: what kernels and their tiles depend on of the GPU that they run on, or are compiled for. It needs no Triton.
 
-Code that differs between GPUs asks `device_traits()`, and nothing else: code for tensors on "meta" is then compiled for the
-same GPU, and tests can compile, or run, what another GPU gets.
+Code that differs between GPUs asks only `device_traits()`, so that code for tensors on "meta" is compiled for the same GPU, and
+tests can compile, or run, what another GPU gets.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DeviceTraits:
 
     @property
     def has_float8(self) -> bool:
-        """Whether Triton converts float8_e4m3fn, and matrix units multiply it."""
+        """Whether Triton converts float8_e4m3fn, and tensor cores multiply it."""
         return self.capability >= (8, 9)
 
 

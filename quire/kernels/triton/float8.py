@@ -1,7 +1,7 @@
 """Float8 linear layers: activations are quantised per token or per group of columns, for steps with many tokens.
 
-Hopper's tensor cores multiply float8 twice as fast as bfloat16. Steps with fewer tokens are bound by reading the weights, and
-linear.py leaves their activations unquantised.
+Hopper's tensor cores multiply float8 twice as fast as bfloat16. Steps with fewer tokens are bound by reading weights, and not
+quantised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.base.logging import get_logger
 from quire.contracts.expert_options import float8_row_bytes
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.linear import add_splits_launch
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
@@ -33,7 +33,6 @@ FLOAT8_FROM = 33
 LIBRARY_FROM = 65
 """Number of tokens from which cuBLAS is faster than the kernel here, for scales per block of 128 x 128."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = torch.float8_e4m3fn
 _SCALED_MM_MAJORS = (9, 10)
 _SCALED_MM_MULTIPLE = 16
@@ -66,8 +65,8 @@ def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | Non
     x        [T, K] float, with contiguous rows
     weight   float8, see pack_float8
     bias     [O] float
-    Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. Rows are independent, except that a library
-             call's bits, and those of a weight with few rows, may depend on the number of tokens
+    Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. The bits of a library call, and of a weight
+             with few rows, may depend on the number of tokens
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     if _fits_library(x, weight):
@@ -137,7 +136,7 @@ def quantize(x: Tensor, group_size: int) -> Float8Rows:
 
 def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     """Return the launch of `quantize`, which writes `rows`."""
-    check_tensor("x", x, (None, None), *_FLOATS)
+    check_tensor("x", x, (None, None), *FLOATS)
     num_tokens, num_columns = x.shape
     group_size = min(group_size, num_columns)
     num_groups = triton.cdiv(num_columns, group_size)
@@ -178,10 +177,10 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
     num_tokens = x.shape[0]
     if weight.codes.dtype != _FLOAT8:
         raise InvariantError(f"float8 products take weights of {_FLOAT8}, got {weight.codes.dtype}")
-    check_tensor("x", x, (None, num_columns), *_FLOATS)
+    check_tensor("x", x, (None, num_columns), *FLOATS)
     check_contiguous("out", out, (num_tokens, num_rows), x.dtype)
     if bias is not None:
-        check_contiguous("bias", bias, (num_rows,), *_FLOATS)
+        check_contiguous("bias", bias, (num_rows,), *FLOATS)
     rows = _empty_rows(x, weight.group_size)
     tile = float8_tile(num_tokens)
     num_tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
@@ -222,11 +221,11 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
 
 
 def _num_splits(num_tokens: int, shape: tuple[int, int], num_steps: int, num_tiles: int) -> int:
-    """Return in how many parts sums are formed, by a program each: so many that few tiles occupy all multiprocessors.
+    """Return into how many parts sums are split, so that few tiles occupy all multiprocessors.
 
-    Each part has at least eight steps, and writing and reading the parts moves at most half of the weight's bytes.
+    Each part has at least eight steps, and the parts take at most half of the weight's traffic.
 
-    num_tokens  of the tiles: between two powers of two there are only two numbers of parts, both of which are compiled ahead
+    num_tokens  of the tiles: between two powers of two there are two numbers of parts, both compiled ahead
     """
     num_rows, num_columns = shape
     count = 1

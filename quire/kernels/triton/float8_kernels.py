@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to, dot
-from quire.kernels.triton.pdl import begin, wait
+from quire.kernels.triton.pdl import launch_dependents, wait
 
 _LARGEST = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-30)
@@ -35,7 +35,7 @@ def quantize_rows(
     GROUP   at most BLOCK_C
     """
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     wait(IS_PDL)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -80,15 +80,14 @@ def multiply_quantized(
     x, codes  [T, NUM_COLUMNS] and [NUM_ROWS, NUM_COLUMNS] float8
     x_scales  [T, ceil(NUM_COLUMNS / GROUP)] f32; scales [ceil(NUM_ROWS / SCALE_ROWS), ceil(NUM_COLUMNS / GROUP)] f32
     GROUP     a multiple of BLOCK_K, or NUM_COLUMNS
-    PARTS     a tile has PARTS * BLOCK_N rows: the wider, the less is read from the L2 cache; BLOCK_N at a time fit registers
+    PARTS     a tile has PARTS * BLOCK_N rows, to read less from the L2 cache; registers hold BLOCK_N at a time
     num_steps of BLOCK_K columns; not a constant, as short loops would be unrolled and need more registers
     IS_WHOLE  all of them lie within the columns
     IS_SPLIT  program_id(1) is one of several parts of a sum, which are written one after the other
 
-    Tensor cores accumulate float8 products in fewer bits than f32, so each BLOCK_K of them is summed separately, and these sums
-    are added in f32.
+    Tensor cores sum float8 products in fewer bits than f32, so sums of BLOCK_K products are added in f32.
     """
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
     HEIGHT: tl.constexpr = PARTS * BLOCK_N
     TILES_N: tl.constexpr = (NUM_ROWS + HEIGHT - 1) // HEIGHT

@@ -12,15 +12,14 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention import IS_FUSED, KvCache
 from quire.kernels.triton.fused_attention_kernels import attend_projected
-from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import ELEMENT_TYPES, FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import LARGEST_OF, Rope
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tiles import ROWS_OF_DECODE, few_attention, short_attention_tile
+from quire.kernels.triton.tiles import ROWS_OF_DECODE, decode_attention_tile, fused_attention_tile
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MERGED_NUMBERS = 2048
 
 
@@ -55,8 +54,8 @@ class ProjectedAttention:
         spec, norms = self.spec, self.norms
         self._check(out, qkv, cache, step, positions)
         num_sequences, group = len(qkv), spec.num_heads // spec.num_kv_heads
-        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
-        chosen = few_attention(spec.num_kv_heads, spec.head_dim)
+        tile = decode_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
+        chosen = fused_attention_tile(spec.num_kv_heads, spec.head_dim)
         num_parts, chunk = most_chunks(spec.num_kv_heads), max(chosen.chunk, tile.keys)
         longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + chunk)
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)
@@ -121,7 +120,7 @@ class ProjectedAttention:
     def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> None:
         spec, num_sequences = self.spec, len(qkv)
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
-        check_contiguous("qkv", qkv, (None, num_heads * spec.head_dim), *_FLOATS)
+        check_contiguous("qkv", qkv, (None, num_heads * spec.head_dim), *FLOATS)
         check_contiguous("out", out, (num_sequences, spec.num_heads * spec.head_dim), qkv.dtype)
         if not step.is_decode or step.query_counts is None or len(step.query_counts) != num_sequences:
             raise InvariantError(f"a decode step has one token of each sequence, got {step.query_counts} for {num_sequences}")

@@ -1,8 +1,8 @@
 """Device code of a decode step's attention, starting from the projections: norm and rope of the heads, the store of k and v,
 attention, and the merge of its chunks by the program that finishes last.
 
-A program handles a key-value head of a sequence, the query heads that share it, and a chunk of the keys. The chunks depend only
-on the sequence's own length, and they are merged in order, whichever program does it. So a row's bits do not depend on others.
+A program handles a key-value head of a sequence, the query heads that share it, and a chunk of the keys. Chunks depend only on
+the sequence's length and are merged in order, so a row's bits do not depend on others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to
 from quire.kernels.triton.attention_kernels import TINY, attend_keys
-from quire.kernels.triton.pdl import begin, fetch, wait
+from quire.kernels.triton.pdl import launch_dependents, prefetch, wait
 from quire.kernels.triton.qk_rope_store_kernels import load_heads, store_heads
 
 
@@ -57,7 +57,7 @@ def _merge(
 
 
 @triton.jit
-def _fetch_inputs(
+def _prefetch_inputs(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -81,14 +81,14 @@ def _fetch_inputs(
     numbers = tl.load(own_table_ptr + blocks, mask=is_block, other=0).to(tl.int64)
     places = (numbers * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
     BLOCK_BYTES: tl.constexpr = BLOCK_SIZE * HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    fetch(k_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
-    fetch(v_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
+    prefetch(k_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
+    prefetch(v_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
     if q_weight_ptr is not None:
         WEIGHT_BYTES: tl.constexpr = HEAD_DIM * q_weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        fetch(q_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
-        fetch(k_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
+        prefetch(q_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
+        prefetch(k_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
     if table_ptr is not None:
-        fetch(table_ptr + threads * 0, threads == 0, ROPE_DIM * 4 // 16 * 16, IS_PDL)
+        prefetch(table_ptr + threads * 0, threads == 0, ROPE_DIM * 4 // 16 * 16, IS_PDL)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def attend_projected(
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     # Before the wait only what no fused launch writes: the inputs of the step, and what earlier steps have cached.
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -168,7 +168,7 @@ def attend_projected(
     position = tl.load(positions_ptr + sequence).to(tl.int64)
     own_table_ptr = block_tables_ptr + sequence * table_stride
     if CAN_FETCH:
-        _fetch_inputs(
+        _prefetch_inputs(
             k_ptr, v_ptr, table_ptr + position * ROPE_DIM if table_ptr is not None else None, q_weight_ptr, k_weight_ptr,
             own_table_ptr, kv_head, low, high, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE_DIM, THREADS, IS_PDL,
         )  # fmt: skip

@@ -14,18 +14,16 @@ from torch import Tensor
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import Activation
 from quire.kernels.triton.activation import ACTIVATION_KINDS
-from quire.kernels.triton.fused_linear_kernels import multiply_few
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.fused_linear_kernels import fused_linear
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.sizes import power_of_two
-from quire.kernels.triton.tiles import few_tile
+from quire.kernels.triton.tiles import fused_linear_tile
 
 FEW_TOKENS = 16
-"""Maximum number of tokens of such a step: those of one matrix instruction. More would also have more of their inputs read by
-every program."""
+"""Maximum number of tokens of such a step: those of one matrix instruction. Every program reads the inputs of all."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
 """Weights that a program prefetches in addition to its first tile: those of all programs fit the L2 cache."""
 
@@ -45,7 +43,7 @@ class Epilogue(NamedTuple):
     residual_scale: float | None = None
 
 
-def multiply_few_launch(
+def fused_linear_launch(
     out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None
 ) -> Launch:
     """Return the launch that writes epilogue(norm(x) @ weight^T) to out.
@@ -64,7 +62,7 @@ def multiply_few_launch(
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
     padded = 1 if num_tokens == 1 else power_of_two(num_tokens, 8)
-    tile = few_tile(num_rows, num_columns, x.dtype, padded)
+    tile = fused_linear_tile(num_rows, num_columns, x.dtype, padded)
     is_pdl = has_dependent_launch(x.device)
     arguments = {
         "x_ptr": x,
@@ -91,10 +89,10 @@ def multiply_few_launch(
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
-    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and the
-    # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
+    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and which ones
+    # the compiler fuses depends on the number of tokens: so would the bits of a row.
     is_fused = x.dtype != torch.float32
-    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
+    return Launch(fused_linear, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
 
 
 def fusion_constants(norm: Norm | None, epilogue: Epilogue) -> dict[str, object]:
@@ -135,7 +133,7 @@ def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
 
 
 def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
-    check_tensor("x", x, (None, None), *_FLOATS)
+    check_tensor("x", x, (None, None), *FLOATS)
     check_contiguous("weight", weight, (None, x.shape[1]), x.dtype)
     num_tokens, num_rows = x.shape[0], weight.shape[0]
     if not 1 <= num_tokens <= FEW_TOKENS:

@@ -1,13 +1,12 @@
 """Device code of linear layers for few tokens: one pass over the weights, with norm, activation and residual.
 
-A program handles a few rows of the weight and all of their columns, so even a small weight has programs for the whole device
-and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS parts, which different warps multiply and which
-are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
+A program handles a few rows of the weight with all their columns, so that small weights fill the device, too, and no sum is
+split over programs. Different warps multiply the SPLITS parts of a tile of BLOCK_K columns; their sums are added at the end.
+The first EARLY tiles are loaded before the wait for the previous launch.
 
-One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by
-matrix units, whose long side are the rows of the weight where a program has 16 or more of them, else the tokens. The order
-of a sum depends on the tile, which depends on the weight's shape and the padded number of tokens; tokens do not affect each
-other.
+One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several are multiplied by tensor cores,
+with the rows of the weight as M where a program has 16 or more, else the tokens. The order of a sum depends on the tile, which
+depends on the weight's shape and the padded number of tokens, not on other tokens.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
@@ -19,7 +18,7 @@ import triton.language as tl
 from quire.kernels.triton.activation_kernels import activated
 from quire.kernels.triton.arithmetic import cast_to, dot, rounded
 from quire.kernels.triton.norm_kernels import scale_normalized
-from quire.kernels.triton.pdl import begin, fetch, wait
+from quire.kernels.triton.pdl import launch_dependents, prefetch, wait
 
 _RUN = tl.constexpr(8)
 
@@ -120,7 +119,7 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_few(
+def fused_linear(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
@@ -148,13 +147,13 @@ def multiply_few(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """Write BLOCK_N rows of the weight times every token; see fused_linear.multiply_few_launch.
+    """Write BLOCK_N rows of the weight times every token; see fused_linear.fused_linear_launch.
 
     TOKENS         1, or at least 8
     KIND           of activation.activated; -1: none
     FETCHED_BYTES  prefetched bytes of each row, after its EARLY tiles
     """
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     FIRST_LATE: tl.constexpr = EARLY * BLOCK_K
     HAS_NORM: tl.constexpr = norm_weight_ptr is not None
     WIDTH: tl.constexpr = BLOCK_K // SPLITS
@@ -175,7 +174,7 @@ def multiply_few(
         threads = tl.arange(0, THREADS)
         fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
-        fetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + FIRST_LATE, is_fetched, FETCHED_BYTES, IS_PDL)
+        prefetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + FIRST_LATE, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
 
     tokens = tl.arange(0, TOKENS)

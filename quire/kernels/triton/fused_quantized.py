@@ -1,6 +1,6 @@
 """Linear layers with quantised weights for steps with few tokens, fused with the operations around them in one launch.
 
-As fused_linear.py for plain weights. One token is multiplied by ordinary arithmetic, several by matrix units.
+As fused_linear.py for plain weights. One token is multiplied by ordinary arithmetic, several by tensor cores.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.fused_linear import Epilogue, check_fusion, fusion_constants
-from quire.kernels.triton.fused_quantized_kernels import multiply_few_codes, multiply_several_codes
+from quire.kernels.triton.fused_quantized_kernels import fused_quantized_gemm, fused_quantized_gemv
 from quire.kernels.triton.launching import Launch, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
-from quire.kernels.triton.tiles import CodesTile, codes_tile
+from quire.kernels.triton.tiles import FusedQuantizedTile, fused_quantized_tile
 
 MOST_TOKENS = 8
-"""Maximum number of tokens of such a product, a column of a matrix instruction for each. With 16 an H200 took longer than with
-separate kernels, as every program normalises all tokens."""
+"""Maximum number of tokens of such a product. With 16 an H200 took longer than separate kernels: each program norms all."""
 
 _NARROW_FLOATS = (torch.bfloat16, torch.float16)
 
 
-def reason_not_to_fuse_codes(weight: DeviceQuantizedWeight, dtype: torch.dtype) -> str | None:
+def reason_not_to_fuse_weight(weight: DeviceQuantizedWeight, dtype: torch.dtype) -> str | None:
     """Return why products of inputs of that dtype with a quantised weight cannot be fused; None if they can be."""
     if dtype not in _NARROW_FLOATS:
         return "quantised weights and inputs in float32"
@@ -35,7 +34,7 @@ def reason_not_to_fuse_codes(weight: DeviceQuantizedWeight, dtype: torch.dtype) 
     return None
 
 
-def multiply_codes_launch(
+def fused_quantized_launch(
     out: Tensor,
     x: Tensor,
     weight: DeviceQuantizedWeight,
@@ -57,7 +56,7 @@ def multiply_codes_launch(
     num_tokens = x.shape[0]
     num_rows, num_columns = weight.shape
     row_bytes = weight.codes.shape[1]
-    tile = codes_tile(num_tokens, num_rows, row_bytes, weight.is_packed, norm is not None)
+    tile = fused_quantized_tile(num_tokens, num_rows, row_bytes, weight.is_packed, norm is not None)
     is_pdl = has_dependent_launch(x.device)
     arguments = {
         "x_ptr": x,
@@ -90,12 +89,12 @@ def multiply_codes_launch(
         "FETCHED_BYTES": _fetched_bytes(weight, tile, block),
         "IS_PDL": is_pdl,
     }
-    kernel = multiply_few_codes if tile.bytes else multiply_several_codes
+    kernel = fused_quantized_gemv if tile.bytes else fused_quantized_gemm
     grid = (triton.cdiv(num_rows, tile.rows),)
     return Launch(kernel, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
 
 
-def _fetched_bytes(weight: DeviceQuantizedWeight, tile: CodesTile, block: int) -> int:
+def _fetched_bytes(weight: DeviceQuantizedWeight, tile: FusedQuantizedTile, block: int) -> int:
     """Return the bytes of each row to prefetch after its first tile; 0 if rows are no multiples of 16 bytes."""
     row_bytes = weight.codes.shape[1]
     if row_bytes % 16 or weight.codes.storage_offset() % 16 or tile.rows > 32 * tile.num_warps:

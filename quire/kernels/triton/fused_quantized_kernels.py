@@ -1,7 +1,7 @@
 """Device code of linear layers with quantised weights for few tokens: one pass over the codes, with norm and epilogue.
 
-As in fused_linear_kernels.py, a program handles a few rows of the weight and all of their columns. One token, or a few, are
-multiplied by ordinary arithmetic; more tokens by matrix units, where each warp sums runs of columns of its own.
+As in fused_linear_kernels.py, a program handles a few rows of the weight with all their columns. One token is multiplied by
+ordinary arithmetic, more tokens by tensor cores, where each warp sums other runs of columns.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation_kernels import activated
-from quire.kernels.triton.arithmetic import cast_to, dot, rounded, widened
+from quire.kernels.triton.arithmetic import cast_to, dot, rounded, to_f32
 from quire.kernels.triton.fused_linear_kernels import weight_rows
 from quire.kernels.triton.nibbles import split_codes, split_operands
 from quire.kernels.triton.norm_kernels import scale_normalized
-from quire.kernels.triton.pdl import begin, fetch, wait
+from quire.kernels.triton.pdl import launch_dependents, prefetch, wait
 
 _PIECE = tl.constexpr(16)
 
@@ -98,7 +98,7 @@ def _add_code_products(
         columns = bytes // HALF * RUN + bytes % HALF
         low, high = split_codes(codes, BASE)
     else:
-        low = widened(codes)
+        low = to_f32(codes)
     HAS_BASE: tl.constexpr = IS_PACKED and BASE is not None and BASE != 0
     found = ()
     for token in tl.static_range(TOKENS):
@@ -186,7 +186,7 @@ def _finish_token(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_few_codes(
+def fused_quantized_gemv(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -220,12 +220,12 @@ def multiply_few_codes(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """Write BLOCK_N rows of the weight times every token; see fused_quantized.multiply_codes_launch.
+    """Write BLOCK_N rows of the weight times every token; see fused_quantized.fused_quantized_launch.
 
     BLOCK          bytes of codes of a row that are processed at once
     FETCHED_BYTES  prefetched bytes of each row, after its first BLOCK bytes
     """
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     BYTE_COLUMNS: tl.constexpr = 2 if IS_PACKED else 1
     ROW_BYTES: tl.constexpr = NUM_COLUMNS // BYTE_COLUMNS
     first_row = tl.program_id(0) * BLOCK_N
@@ -239,7 +239,7 @@ def multiply_few_codes(
         threads = tl.arange(0, THREADS)
         fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
-        fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES + BLOCK, is_fetched, FETCHED_BYTES, IS_PDL)
+        prefetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES + BLOCK, is_fetched, FETCHED_BYTES, IS_PDL)
     scales = _scales_of(scales_ptr, rows, is_row, 0, NUM_COLUMNS, GROUP, SCALE_ROWS, BYTE_COLUMNS, BLOCK)
     offsets = scales
     if offsets_ptr is not None:
@@ -324,7 +324,7 @@ def _input_operand(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
-def multiply_several_codes(
+def fused_quantized_gemm(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -358,13 +358,11 @@ def multiply_several_codes(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """As multiply_few_codes, with matrix units: warp w sums runs w, w + WARPS, ... of columns; the sums are added at the end.
+    """As fused_quantized_gemv, with tensor cores: warp w sums runs w, w + WARPS, ... of columns; the sums are added at the end.
 
-    RMSNorm's factor multiplies the sum, so that inputs are read once; in f16, whose range is small, the inputs.
-
-    FETCHED_BYTES  prefetched bytes of each row
+    RMSNorm's factor multiplies the sum, so that inputs are read once; in f16, whose range is small, it multiplies the inputs.
     """
-    begin(IS_PDL)
+    launch_dependents(IS_PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     BYTE_COLUMNS: tl.constexpr = 2 if IS_PACKED else 1
     ROW_BYTES: tl.constexpr = NUM_COLUMNS // BYTE_COLUMNS
@@ -378,7 +376,7 @@ def multiply_several_codes(
         threads = tl.arange(0, THREADS)
         fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
-        fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES, is_fetched, FETCHED_BYTES, IS_PDL)
+        prefetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
 
     warps = tl.arange(0, WARPS)
@@ -411,7 +409,7 @@ def multiply_several_codes(
             part = dot(low, tl.permute(x, (0, 2, 1)), zeros)
             part = dot(high, tl.permute(high_x, (0, 2, 1)), part)
         else:
-            part = dot(cast_to(widened(codes), DTYPE), tl.permute(x, (0, 2, 1)), zeros)
+            part = dot(cast_to(to_f32(codes), DTYPE), tl.permute(x, (0, 2, 1)), zeros)
         groups = (first * BYTE_COLUMNS + warps * RUN) // GROUP
         is_group = (groups < NUM_GROUPS)[:, None] & is_row[None, :]
         scales = tl.load(scales_ptr + scale_places[None, :] + groups[:, None], mask=is_group, other=0.0)

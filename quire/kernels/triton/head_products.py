@@ -7,10 +7,9 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.head_products_kernels import _multiply_heads
-from quire.kernels.triton.launching import Launch, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_tensor
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TOKENS, _OUTPUTS, _INPUTS = 16, 64, 64
 """Of a tile. The inputs that are taken at once determine the order of sums."""
 
@@ -35,7 +34,7 @@ def multiply_heads(x: Tensor, weights: Tensor, is_in_order: bool = False) -> Ten
 def multiply_heads_launch(out: Tensor, x: Tensor, weights: Tensor) -> Launch:
     """Return the launch of a batch-invariant `multiply_heads`, which writes `out`."""
     num_tokens, num_heads, num_inputs = x.shape
-    check_tensor("x", x, (None, None, None), *_FLOATS)
+    check_tensor("x", x, (None, None, None), *FLOATS)
     check_tensor("out", out, (num_tokens, num_heads, weights.shape[2]), x.dtype)
     if weights.shape[:2] != (num_heads, num_inputs) or weights.dtype != x.dtype:
         raise InvariantError(f"weights of {num_heads} heads of {num_inputs} inputs, got {tuple(weights.shape)} {weights.dtype}")

@@ -1,7 +1,4 @@
-"""Kernel of head_products.py: products with a matrix for each head.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernel of head_products.py: products with a matrix for each head."""
 
 from __future__ import annotations
 

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import INTERPRETED, LOG2_E
-from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.hopper_attention_kernels import BOX, ROWS, attend_prompts
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.step import DeviceAttentionMetadata, Tiles
 from quire.kernels.triton.tiles import SPLIT_PROGRAMS, prompt_tile
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 _HEAD_DIMS = (64, 128)
 _ALIGNED = 8  # elements of 16 bits
 _MOST_PADDING = 2
-"""How many times as many tiles as its tokens fill a launch has at most. A program of an empty tile takes a multiprocessor for
-itself, and reads a tile of keys; CUDA graphs have an empty one for each further sequence that there may be."""
+"""Most tiles of a launch, as a multiple of those that its tokens fill. CUDA graphs have an empty tile for each further sequence
+that there may be, whose program takes a multiprocessor and reads a tile of keys."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -46,8 +46,7 @@ def attend_prompts_launch(
     tile = prompt_tile(spec.head_dim, q.dtype, k.dtype)
     if tile is None or tiles.num_tiles > _MOST_PADDING * -(-q.shape[0] // tiles.num_queries):
         return None
-    # Few programs begin with the longest of all heads, so that the last ones are short. Of many, those of one head run
-    # together, as they read the same keys.
+    # Few programs begin with the longest of all heads, so that the last are short. Many run head by head, to share keys.
     num_programs = tiles.num_tiles * spec.num_kv_heads
     has_few = num_programs < SPLIT_PROGRAMS
     arguments = {
@@ -78,6 +77,6 @@ def attend_prompts_launch(
     return Launch(attend_prompts, (num_programs,), arguments, constants, num_warps=4, num_stages=1)
 
 
-def _boxes(cache: Tensor) -> Boxes:
+def _boxes(cache: Tensor) -> TmaTensor:
     width = cache.shape[-1]
-    return Boxes(cache, (cache.numel() // width, width), (BOX, BOX))
+    return TmaTensor(cache, (cache.numel() // width, width), (BOX, BOX))

@@ -1,10 +1,10 @@
 """Device code of attention for prompts on Hopper GPUs, in Gluon: a warp that loads, and two warp groups that compute.
 
 A program handles a tile of 128 rows as attention_kernels.py does: all query heads of one key-value head, for a run of queries
-of one sequence. Each of two warp groups computes 64 rows. They share tiles of keys and values in shared memory, which one more
-warp fills through TMA descriptors, a few tiles ahead. Tiles are processed from the last to the first, and the product of one
-tile's keys is started before the weights of the tile before it are multiplied with its values, so that matrix units have work
-while a warp group computes exponentials (Shah et al., FlashAttention-3, 2024).
+of one sequence. Two warp groups compute 64 rows each. One more warp fills tiles of keys and values in shared memory through
+TMA descriptors, a few tiles ahead. Tiles are processed from the last to the first. The product with a tile's keys starts before
+that of the previous tile's weights and values, so that tensor cores work while a warp group computes exponentials (Shah et al.,
+FlashAttention-3, 2024).
 
 Gluon has no interpreter; tests run this code with an emulation of what it calls (tests/unit/kernels/gpu/gluon_emulation.py).
 """

@@ -1,9 +1,9 @@
 """Device code of products with 4-bit weights on Hopper GPUs, in Gluon: a warp that loads, and two warp groups that compute.
 
 A program computes tiles of 128 rows of the weight times TOKENS tokens, one after the other. A warp fills stages of shared
-memory through TMA descriptors with the codes and the inputs of a run of columns. Each of two warp groups dequantises 64 rows in
-registers, from which the matrix instruction takes its left operand, while products that it has started are computed. So a code
-is dequantised once for up to 256 tokens, and a dequantised weight is never written to memory.
+memory through TMA descriptors with the codes and the inputs of a run of columns. Two warp groups dequantise 64 rows each, as
+left operands in registers, while the products before are computed. So a code is dequantised once for up to 256 tokens, and no
+dequantised weight is written to memory.
 """
 
 from __future__ import annotations

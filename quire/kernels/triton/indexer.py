@@ -1,7 +1,7 @@
 """The keys that an indexer chooses for each query (DeepSeek-V3.2), over the paged cache; nothing waits for the device.
 
-Every query scores all keys of its sequence that it may see, and attends to the best top_k; of equal scores the keys of lower
-positions come first. What a query chooses depends on its own sequence only.
+Every query scores all keys of its sequence that it may see, and attends to the best top_k, of equal ones to the first. What it
+chooses depends on its own sequence only.
 """
 
 from __future__ import annotations

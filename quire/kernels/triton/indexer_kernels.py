@@ -1,7 +1,4 @@
-"""Kernel of indexer.py: scores of keys.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernel of indexer.py: scores of keys."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import dot
-from quire.kernels.triton.attention_kernels import find_rows, is_seen
+from quire.kernels.triton.attention_kernels import attention_mask, find_rows
 
 
 @triton.jit(do_not_specialize=["first_token", "num_keys", "table_stride"])
@@ -72,7 +69,7 @@ def _score_keys(
     q = tl.load(q_ptr + own[:, None] * HEAD_DIM + dims[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
     products = dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)) * SCALE
     query = place + tl.arange(0, 1)
-    seen = is_seen(keys, query, query >= 0, end, tree_start, token - place, ancestors_ptr, None, 0)
+    seen = attention_mask(keys, query, query >= 0, end, tree_start, token - place, ancestors_ptr, None, 0)
     scores = products
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + own, mask=is_head, other=0.0)

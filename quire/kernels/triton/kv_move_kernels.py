@@ -1,7 +1,4 @@
-"""Kernel of kv_move.py: keys and values of accepted drafts are moved within the cache.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernel of kv_move.py: keys and values of accepted drafts are moved within the cache."""
 
 from __future__ import annotations
 

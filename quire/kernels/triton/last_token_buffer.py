@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.last_token_buffer_kernels import _keep_ids, _take_ids, _take_tables
+from quire.kernels.triton.last_token_buffer_kernels import _gather_ids, _gather_tables, _scatter_ids
 from quire.kernels.triton.launching import Launch, check_contiguous
 
-_BLOCK, _LINE_BLOCK = 256, 1024
+_BLOCK, _TABLE_BLOCK = 256, 1024
 
 
-def take_inputs_launches(
+def gather_inputs_launches(
     token_ids: Tensor, tables: Tensor, given_ids: Tensor, token_rows: Tensor, rows: Tensor, last_ids: Tensor, all_tables: Tensor
 ) -> list[Launch]:
     """Return the launches that write the tokens of a step, and the block tables of its sequences.
@@ -34,12 +34,12 @@ def take_inputs_launches(
     ids = {"out_ptr": token_ids, "given_ptr": given_ids, "rows_ptr": token_rows, "last_ptr": last_ids, "num_tokens": num_tokens}
     arguments = {"out_ptr": tables, "rows_ptr": rows, "tables_ptr": all_tables, "width": width}
     return [
-        Launch(_take_ids, (-(-num_tokens // _BLOCK),), ids, {"BLOCK": _BLOCK}, 4, 1),
-        Launch(_take_tables, (num_rows, -(-width // _LINE_BLOCK)), arguments, {"BLOCK": _LINE_BLOCK}, 4, 1),
+        Launch(_gather_ids, (-(-num_tokens // _BLOCK),), ids, {"BLOCK": _BLOCK}, 4, 1),
+        Launch(_gather_tables, (num_rows, -(-width // _TABLE_BLOCK)), arguments, {"BLOCK": _TABLE_BLOCK}, 4, 1),
     ]
 
 
-def keep_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch:
+def scatter_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch:
     """Return the launch that writes token_ids [R] i64 to last_ids [N] i64 at rows [R] i32; negative ids are skipped.
 
     A row may occur more than once only if it is never read.
@@ -49,4 +49,4 @@ def keep_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch
     check_contiguous("token_ids", token_ids, (num_rows,), torch.int64)
     check_contiguous("rows", rows, (num_rows,), torch.int32)
     arguments = {"last_ptr": last_ids, "ids_ptr": token_ids, "rows_ptr": rows, "num_rows": num_rows}
-    return Launch(_keep_ids, (-(-num_rows // _BLOCK),), arguments, {"BLOCK": _BLOCK}, 4, 1)
+    return Launch(_scatter_ids, (-(-num_rows // _BLOCK),), arguments, {"BLOCK": _BLOCK}, 4, 1)

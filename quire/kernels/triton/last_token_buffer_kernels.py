@@ -1,7 +1,4 @@
-"""Kernels of last_token_buffer.py: the tokens and the block tables of a step.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of last_token_buffer.py: the tokens and the block tables of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _take_ids(
+def _gather_ids(
     out_ptr: tl.tensor,
     given_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -28,7 +25,9 @@ def _take_ids(
 
 
 @triton.jit(do_not_specialize=["width"])
-def _take_tables(out_ptr: tl.tensor, rows_ptr: tl.tensor, tables_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _gather_tables(
+    out_ptr: tl.tensor, rows_ptr: tl.tensor, tables_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     sequence = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +37,9 @@ def _take_tables(out_ptr: tl.tensor, rows_ptr: tl.tensor, tables_ptr: tl.tensor,
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _keep_ids(last_ptr: tl.tensor, ids_ptr: tl.tensor, rows_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _scatter_ids(
+    last_ptr: tl.tensor, ids_ptr: tl.tensor, rows_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_rows
     ids = tl.load(ids_ptr + places, mask=inside, other=-1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.bound import BoundLauncher, run_by_triton
-from quire.kernels.triton.boxes import Boxes
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -24,9 +24,9 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.int8: tl.int8,
 }
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-
-Argument = Tensor | Boxes | int | float | None
+Argument = Tensor | TmaTensor | int | float | None
 
 
 class Launch(NamedTuple):
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     kernel     a function decorated with triton.jit
     grid       number of programs per axis
     arguments  by parameter name: values that change between launches. Kernels do not specialise numbers that may take any
-               value: otherwise 1, multiples of 16 and other numbers would each be compiled, in the middle of serving
+               value: else 1, multiples of 16 and others would each be compiled, in the middle of serving
     constants  by parameter name: values for which the code is compiled
     num_warps  warps of 32 threads per program
     num_stages pipelined tiles of a loop
@@ -82,7 +82,7 @@ _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=N
 
 
 @contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
+def collected_launches() -> Iterator[list[Launch]]:
     """Collect launches in the list instead of running them, in this thread."""
     noted: list[Launch] = []
     token = _NOTED.set(noted)
@@ -122,8 +122,10 @@ def _has_whole_rows(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
 
 
-def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
+def check_contiguous(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless check_tensor accepts a tensor and it is contiguous."""
+    if tensor is None:
+        raise InvariantError(f"{name} is missing")
     sizes = tensor.shape
     if not (tensor.is_contiguous() and tensor.dtype in dtypes and (sizes == shape or _fits(sizes, shape))):
         check_tensor(name, tensor, shape, *dtypes)

@@ -1,7 +1,7 @@
 """Attention by a library that the user has installed, on our cache and steps: FlashInfer, or FlashAttention 3 or 2.
 
-A library is used for eager steps, mainly those with prompts. Steps in a CUDA graph use our kernels, because a library plans on
-the host, and so do draft trees and attention sinks.
+A library is used for eager steps, mainly those with prompts. As it plans on the host, CUDA graphs use our kernels; so do draft
+trees and attention sinks.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.linear_kernels import add_splits, multiply_dense, multiply_packed, widen_rows
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.linear_kernels import add_splits, dequantize_rows, multiply_dense, multiply_packed
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import ceil_divide
 from quire.kernels.triton.tiles import dense_tile, linear_tile
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 _MANY_PROGRAMS = 264
 """Two for each multiprocessor of an H200: with as many programs, sums need not be split over programs."""
@@ -120,21 +119,21 @@ def in_order_launches(
     return [launch, *_add_launches(out, parts, bias, splits)]
 
 
-def widen(weight: DeviceQuantizedWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+def dequantize(weight: DeviceQuantizedWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
     """Return rows of a weight dequantised in f32, with the columns in the stored order.
 
     ids  [R] i64, the rows; None: all
     """
     num_rows = weight.shape[0] if ids is None else len(ids)
     out = torch.empty(num_rows, weight.shape[1], dtype=dtype, device=weight.codes.device)
-    widen_launch(out, weight, ids).run()
+    dequantize_launch(out, weight, ids).run()
     return out
 
 
-def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None = None) -> Launch:
-    """Return the launch of `widen`, which writes `out`."""
+def dequantize_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None = None) -> Launch:
+    """Return the launch of `dequantize`, which writes `out`."""
     num_columns = weight.shape[1]
-    check_contiguous("out", out, (weight.shape[0] if ids is None else len(ids), num_columns), *_FLOATS)
+    check_contiguous("out", out, (weight.shape[0] if ids is None else len(ids), num_columns), *FLOATS)
     if ids is not None:
         check_contiguous("ids", ids, (None,), torch.int64)
     arguments = {
@@ -147,7 +146,7 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
     constants = {**_weight_constants(weight), "RUN": weight.run, "BLOCK": _BLOCK}
     grid = (len(out), ceil_divide(num_columns, _BLOCK))
     # Scale and offset are rounded one after the other, as everywhere a weight is dequantised.
-    return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
+    return Launch(dequantize_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
 
 def add_splits_launch(out: Tensor, parts: Tensor, bias: Tensor | None) -> Launch:
@@ -201,7 +200,7 @@ def _weight_constants(weight: DeviceQuantizedWeight) -> dict[str, object]:
 
 
 def _check(out: Tensor, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
-    check_tensor("x", x, (None, shape[1]), *_FLOATS)
+    check_tensor("x", x, (None, shape[1]), *FLOATS)
     check_contiguous("out", out, (x.shape[0], shape[0]), x.dtype)
     if bias is not None:
-        check_contiguous("bias", bias, (shape[0],), *_FLOATS)
+        check_contiguous("bias", bias, (shape[0],), *FLOATS)

@@ -1,7 +1,7 @@
 """Device code of linear layers with weights of 4- or 8-bit integers or float8 with scales, and with plain weights.
 
-A sum has the same order for any number of tokens: column by column in runs, runs in order within a split, splits in order,
-whether programs share the splits of a sum or one program computes them all.
+A sum has the same order for any number of tokens, and whether or not programs share its splits: columns in runs, runs in
+splits, and splits are added in order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import cast_to, dot, widened
+from quire.kernels.triton.arithmetic import cast_to, dot, to_f32
 from quire.kernels.triton.nibbles import numbers_of, split_operands
 
 
@@ -42,7 +42,7 @@ def add_run(
         low, high = split_operands(codes, BASE, DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
-        part = dot(codes if x_scales is not None else cast_to(widened(codes), DTYPE), tl.trans(x), zeros)
+        part = dot(codes if x_scales is not None else cast_to(to_f32(codes), DTYPE), tl.trans(x), zeros)
     scales = tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
     acc += part * (scales if x_scales is None else scales * x_scales[None, :])
     if offsets_ptr is not None:
@@ -151,7 +151,7 @@ def multiply_packed(
     """Write rows program_id(0) of the weight times tokens program_id(1): x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype.
 
     Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are doubled
-    4-bit floats. The weight is the left operand: its rows fill the wide matrix instruction with any number of tokens.
+    4-bit floats. The weight is the left operand, so that its rows fill the matrix instruction.
 
     codes       [NUM_ROWS, NUM_COLUMNS] int8, float8 or u8, its bits; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of
                 BLOCK_K columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
@@ -282,7 +282,7 @@ def add_splits(
 
 
 @triton.jit
-def widen_rows(
+def dequantize_rows(
     ids_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -312,7 +312,7 @@ def widen_rows(
         codes = tl.load(codes_ptr + row * (NUM_COLUMNS // 2) + bytes, mask=mask, other=0)
         values = numbers_of(tl.where(within < HALF, codes & 15, codes >> 4), BASE)
     else:
-        values = widened(tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0))
+        values = to_f32(tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0))
     groups = columns // GROUP
     values = values * tl.load(scales_ptr + row // SCALE_ROWS * NUM_GROUPS + groups, mask=mask, other=0.0)
     if offsets_ptr is not None:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.lora_kernels import expand_rows, number_pairs, shrink_rows
 from quire.kernels.triton.moe import SortedPairs, sort_launches
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_ROWS, _SHRINK_COLUMNS, _EXPAND_OUTPUTS, _MOST_RANKS, _LEAST_RANKS = 16, 128, 64, 64, 16
 """Rows of a tile; inputs that a program of `shrink` reads at once; outputs of one of `expand`; outputs of one of `shrink`.
 Matrix instructions need 16 of each at least."""
@@ -44,8 +43,8 @@ def group_rows(adapters: Tensor, num_adapters: int) -> RowGroups:
 
 
 def group_pairs(adapters: Tensor, has_experts: Tensor, experts: Tensor, num_experts: int) -> RowGroups:
-    """Sort the (token, choice) pairs of a mixture by adapter and expert: `add_low_rank` then takes the matrices of
-    adapter * num_experts + expert in place of an adapter's.
+    """Sort the (token, choice) pairs of a mixture by adapter and expert, whose matrices `add_low_rank` then takes at index
+    adapter * num_experts + expert.
 
     adapters     [T] i32, the index of each token's adapter; -1: none
     has_experts  [adapters] i32, 1 for adapters with matrices of experts, 0 for others
@@ -97,7 +96,7 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: R
     """
     num_adapters, num_parts = a.shape[0], len(b)
     rank, width = a.shape[1] // num_parts, sum(part.shape[1] for part in b)
-    check_tensor("y", y, (groups.num_rows, width), *_FLOATS)
+    check_tensor("y", y, (groups.num_rows, width), *FLOATS)
     check_tensor("x", x, (groups.num_rows // num_slots, a.shape[2]), y.dtype)
     check_contiguous("a", a, (num_adapters, num_parts * rank, x.shape[1]), y.dtype)
     for part in b:
@@ -117,7 +116,7 @@ def shrink(x: Tensor, a: Tensor, groups: RowGroups, num_slots: int = 1) -> Tenso
 
     x  [groups.num_rows / num_slots, K], of which num_slots rows share each; a [adapters, R, K]
     """
-    check_tensor("x", x, (groups.num_rows // num_slots, a.shape[2]), *_FLOATS)
+    check_tensor("x", x, (groups.num_rows // num_slots, a.shape[2]), *FLOATS)
     check_contiguous("a", a, tuple(a.shape), x.dtype)
     out = torch.empty(groups.num_rows, a.shape[1], dtype=x.dtype, device=x.device)
     _shrink_launch(out, x, a, groups, num_slots).run()
@@ -126,7 +125,7 @@ def shrink(x: Tensor, a: Tensor, groups: RowGroups, num_slots: int = 1) -> Tenso
 
 def expand(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> None:
     """Add b x of each row's adapter to y [T, O] in place; x [T, R], b [adapters, O, R]."""
-    check_tensor("y", y, (groups.num_rows, b.shape[1]), *_FLOATS)
+    check_tensor("y", y, (groups.num_rows, b.shape[1]), *FLOATS)
     check_tensor("x", x, (groups.num_rows, b.shape[2]), y.dtype)
     check_contiguous("b", b, tuple(b.shape), y.dtype)
     _expand_launch(y, x, b, groups).run()

@@ -1,8 +1,7 @@
 """Device code of LoRA adapters: the low-rank products of rows that have an adapter.
 
-Rows are sorted by adapter into tiles of one adapter each, by the kernels that sort the pairs of experts. The pairs of a mixture
-are sorted by adapter and expert together, whose matrices are those of one adapter here. A row's sums have one order, whatever
-else is in the step.
+Rows are sorted by adapter into tiles of one adapter each, by the kernels for pairs of experts. Pairs of a mixture are sorted by
+adapter and expert; "adapter" below then means both. A row's sums have one order, whatever else is in the step.
 """
 
 from __future__ import annotations

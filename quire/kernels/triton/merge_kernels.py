@@ -26,8 +26,8 @@ def merge_row(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write a head's output for a token from `used` parts, STEP apart starting at first_part, in order; and the base-2
-    logarithm of its sum [T, NUM_HEADS] f32, if it is to be merged further (sums_ptr)."""
+    """Write a head's output for a token from `used` parts in order, STEP apart from first_part on; and to sums_ptr, if it is to
+    be merged further, the base-2 logarithm of its sum [T, NUM_HEADS] f32."""
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0

@@ -16,7 +16,7 @@ from quire.kernels.reference.moe import route
 from quire.kernels.triton.activation import ACTIVATION_KINDS
 from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.float8 import pack_rows_launch
-from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import ELEMENT_TYPES, FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.moe_kernels import (
     count_pairs,
     multiply_experts,
@@ -29,7 +29,6 @@ from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.tiles import ExpertTile, expert_tile, large_expert_tile, swapped_expert_tile
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
@@ -135,8 +134,8 @@ def route_pairs(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: Expert
 
 
 def pack_inputs(x: Tensor, num_tokens: int, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
-    """Return rows [T, N] in the form that products take which have no adapters, and no order of sums: u8, see
-    pack_rows_launch, for float8 experts in steps with many tokens; otherwise x itself.
+    """Return rows [T, N] as products without adapters and without a fixed order of sums take them: for float8 experts in steps
+    with many tokens u8, see pack_rows_launch; otherwise x itself.
 
     num_tokens  of the step, on all ranks together; spec: with the experts of all ranks
     """
@@ -255,8 +254,8 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
 def _product_launches(
     call: _ExpertCall, routes: Routes
 ) -> tuple[list[Launch], Tensor, Callable[[Tensor, Tensor], list[Launch]]]:
-    """Return the launches up to the experts' hidden states, these [P, I], and a function that returns those of the last product
-    of them, into the second argument [P, N]. Hidden states are quantised if x is."""
+    """Return the launches up to the experts' hidden states [P, I], these, and a function that returns the launches of the last
+    product, into its second argument [P, N]. Hidden states are quantised if x is."""
     x, spec, biases = call.x, call.spec, call.extra.biases
     added = None if call.extra.adapters is None else call.extra.adapters(routes.experts.clamp(min=0))
     shares: Tensor | None = routes.shares
@@ -433,15 +432,15 @@ def _check(call: _ExpertCall) -> None:
         assert isinstance(call.gate_up, DeviceQuantizedWeight)
         check_contiguous("x", x, (None, float8_row_bytes(width, call.gate_up.group_size)), torch.uint8)
     else:
-        check_tensor("x", x, (None, width), *_FLOATS)
+        check_tensor("x", x, (None, width), *FLOATS)
     inner = spec.expert.intermediate_size
     num_outputs, num_inputs = width, inner
     if call.is_gathered:
         num_outputs = out.shape[1]
         num_inputs = call.down.shape[-1]
-    check_contiguous("out", out, (num_tokens, num_outputs), *_FLOATS)
+    check_contiguous("out", out, (num_tokens, num_outputs), *FLOATS)
     if call.logits is not None:
-        check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
+        check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *FLOATS)
     shapes = (("gate_up", call.gate_up, (_up_rows(spec), width)), ("down", call.down, (num_outputs, num_inputs)))
     for name, weight, shape in shapes:
         if isinstance(weight, Tensor):

@@ -35,7 +35,7 @@ def route_rows(
     logits = tl.load(logits_ptr + row * logits_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     shares = tl.exp2((logits - tl.max(logits, 0)) * LOG2_E)
     total = tl.sum(shares, 0)
-    # A maximum over NaN may have an invalid index, whose weights would be read all the same: NaN is kept only in the total.
+    # A maximum over NaN may have an invalid index, whose weights would be read: NaN is kept in the total only.
     left = tl.where(is_expert, tl.where(shares == shares, shares, 0.0), -1.0)
     if IS_RENORMALIZED:
         rest = left

@@ -1,8 +1,7 @@
 """Device code that converts packed 4-bit codes to floats.
 
-A conversion of integers takes the GPU several instructions a code, more than there is time for while the codes are read. Here
-the bits of a code are put into those of a float that is a power of two, which is then subtracted. The interpreter has no inline
-assembly and converts integers.
+Converting integers takes several instructions a code, too many while codes are read. Here the bits of a code replace the lowest
+ones of a power of two, which is then subtracted. The interpreter, without inline assembly, converts integers.
 """
 
 from __future__ import annotations

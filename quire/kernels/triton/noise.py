@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import whole
+from quire.kernels.triton.arithmetic import round_to_integer
 
 _SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 _V_DIRECT = tl.constexpr(0.29289323091506958)
@@ -37,10 +37,10 @@ def noise_of_tokens(
 
 
 @triton.jit
-def mass_units(depth: tl.tensor) -> tl.tensor:
+def fixed_point_exp(depth: tl.tensor) -> tl.tensor:
     """Return e**depth in units of 2**-44, i64, for depth <= 0 or -inf, f32."""
     x = tl.maximum(depth, -32.0)
-    n = whole(x * 1.44269504)
+    n = round_to_integer(x * 1.44269504)
     r = (x - n * 0.693359375) + n * 2.12194440e-4
     y = r * 1.9875691500e-4 + 1.3981999507e-3
     y = y * r + 8.3334519073e-3

@@ -9,18 +9,16 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NormSpec
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm_kernels import _add_and_normalize
 from quire.kernels.triton.sizes import power_of_two
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class Norm(NamedTuple):
-    """A normalisation of rows [N]; weight and bias [N] in the dtype of the rows, a bias only for kind "layer"."""
+    """A normalisation of rows [N]; weight and bias [N] in the dtype of the rows, or None; a bias only for kind "layer"."""
 
     spec: NormSpec
-    weight: Tensor
+    weight: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -31,11 +29,9 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def unit_rows(x: Tensor, spec: NormSpec) -> Tensor:
-    """Return what `unit_of` of kernels/reference/norm.py does; unlike those of torch's sums, the bits of a row do not depend on
-    the number of rows."""
-    rows = x.float().flatten(0, -2)
-    return normalize(rows, Norm(NormSpec(spec.kind, spec.eps), rows.new_ones(rows.shape[1]))).view(x.shape)
+def normalize_unweighted(x: Tensor, spec: NormSpec) -> Tensor:
+    """Return what that of kernels/reference/norm.py does. Unlike with torch's sums, a row's bits depend on no other row."""
+    return normalize(x.float().flatten(0, -2), Norm(NormSpec(spec.kind, spec.eps))).view(x.shape)
 
 
 def add_and_normalize(
@@ -67,7 +63,7 @@ def add_and_normalize_launch(
     branch      None: total is x, and is not written
     """
     width = x.shape[-1]
-    check_tensor("x", x, (None, width), *_FLOATS)
+    check_tensor("x", x, (None, width), *FLOATS)
     for name, tensor in (("out", out), ("total", total)):
         if tensor is not None:
             check_contiguous(name, tensor, tuple(x.shape), x.dtype)

@@ -1,7 +1,4 @@
-"""Kernels of norm.py: RMSNorm and LayerNorm, with the preceding addition to the residual stream.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of norm.py: RMSNorm and LayerNorm, with the preceding addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -38,17 +35,18 @@ def _normalize_row(
     CASTS_LATE: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if IS_CENTERED:
-        if OFFSET != 0:
-            weight = rounded(weight + OFFSET, DTYPE)
         x = tl.where(mask, x - tl.sum(x, 0) / WIDTH, 0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS) * weight
-        if bias_ptr is not None:
-            x = x + tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    else:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-        x = scale_normalized(x, weight, OFFSET, CASTS_LATE, DTYPE)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
+    if weight_ptr is not None:
+        if IS_CENTERED:
+            x = x * (rounded(weight + OFFSET, DTYPE) if OFFSET != 0 else weight)
+        else:
+            x = scale_normalized(x, weight, OFFSET, CASTS_LATE, DTYPE)
+    if bias_ptr is not None:
+        x = x + tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     return rounded(x, DTYPE)
 
 

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel begins while the previous one ends, and waits before it accesses its results.
 
-Every program of such a kernel calls `begin` first, then may read constant data, mainly weights, and calls `wait` before it
-reads or writes anything else. A program that returned without waiting would let the next kernel continue before the previous
-one is done. Neither call exists in the interpreter or on devices before compute capability 9.0.
+Every program of such a kernel calls `launch_dependents` first, then may read constant data, mainly weights, and calls `wait`
+before anything else. If a program returned without waiting, the next kernel could continue before the previous one is done.
+Neither call exists in the interpreter or on devices before compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @triton.jit
-def begin(IS_PDL: tl.constexpr) -> None:
+def launch_dependents(IS_PDL: tl.constexpr) -> None:
     """Allow the next kernel to begin once all programs of this one have called it."""
     if IS_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -41,7 +41,7 @@ def wait(IS_PDL: tl.constexpr) -> None:
 
 
 @triton.jit
-def fetch(ptrs: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr, IS_PDL: tl.constexpr) -> None:
+def prefetch(ptrs: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr, IS_PDL: tl.constexpr) -> None:
     """Prefetch NUM_BYTES after each pointer into the L2 cache, 0: none; a hint, without effect if IS_PDL is False.
 
     ptrs  [threads of the program], each a multiple of 16 as NUM_BYTES is; only those in the mask are used

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.kernels.triton.boxes import Boxes
 from quire.kernels.triton.launching import Argument, Launch
+from quire.kernels.triton.tma_tensor import TmaTensor
 from quire.kernels.triton.variant import Pointer, Variant
 
 _ALIGNMENT = 16
@@ -20,9 +20,9 @@ def variant_of(launch: Launch) -> Variant:
     return Variant(launch.kernel.fn.__module__, launch.kernel.fn.__name__, arguments, tuple(launch.constants.items()), options)
 
 
-def _stand_in(value: Argument, is_plain: bool) -> Pointer | Boxes | int | float | None:
-    if isinstance(value, Boxes):
-        return Boxes(Pointer(str(value.tensor.dtype).removeprefix("torch."), 0), value.box, value.box)
+def _stand_in(value: Argument, is_plain: bool) -> Pointer | TmaTensor | int | float | None:
+    if isinstance(value, TmaTensor):
+        return TmaTensor(Pointer(str(value.tensor.dtype).removeprefix("torch."), 0), value.box, value.box)
     if isinstance(value, Tensor):
         is_aligned = value.storage_offset() * value.itemsize % _ALIGNMENT == 0
         return Pointer(str(value.dtype).removeprefix("torch."), 0 if is_aligned or is_plain else value.itemsize)

@@ -1,8 +1,8 @@
 """Logits processors on the device: a word for each token of each batch slot says what becomes of its logit.
 
 A word, i32, holds how often the token is in the output, and what the request says of it; see the constants. Words are set when
-a sequence starts, and the sampler counts each token that it samples, so that the next step does not need the host. The results
-are those of sampling/processors.py, bit for bit.
+a sequence starts. The device counts each token that it samples, so that the next step does not need the host. Results have the
+bits of sampling/processors.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.qk_rope_store_kernels import _place_heads
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_TOKENS = 64
 LARGEST_OF = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 

@@ -1,14 +1,11 @@
-"""Kernels of qk_rope_store.py: norm of q and k, rotary embedding, and the store of k and v.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of qk_rope_store.py: norm of q and k, rotary embedding, and the store of k and v."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import cast_to, rounded, whole
+from quire.kernels.triton.arithmetic import cast_to, round_to_integer, rounded
 from quire.kernels.triton.norm_kernels import scale_normalized
 from quire.kernels.triton.rotated_codes_kernels import quantize_rotated, rotate
 
@@ -34,8 +31,7 @@ def load_heads(
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
     mask = is_head[:, None] & is_dim[None, :]
-    # What is the same for all heads is loaded for each of them: else it would go through shared memory, with barriers. Programs
-    # of more heads lack the registers.
+    # What all heads share is loaded for each of them: else it would go through shared memory, with barriers.
     lanes = tl.zeros([heads.shape[0] if heads.shape[0] <= 8 else 1, 1], tl.int32)
     x = tl.load(ptr + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
@@ -88,7 +84,7 @@ def store_heads(
         tl.store(scales_ptr + rows, size * (1.0 / LARGEST), mask=is_head)
         x = tl.where(has_nan[:, None], 0.0, x * tl.where(size > 0, LARGEST / size, 0.0)[:, None])
         if cache_ptr.dtype.element_ty == tl.int8:
-            tl.store(places, whole(x).to(tl.int8), mask=mask)
+            tl.store(places, round_to_integer(x).to(tl.int8), mask=mask)
         else:
             tl.store(places, cast_to(x, cache_ptr.dtype.element_ty), mask=mask)
     else:

@@ -1,4 +1,4 @@
-"""DeviceQuantizedWeight: 4- or 8-bit integers or floats with scales, in the layout of the kernels of linear.py and moe.py."""
+"""DeviceQuantizedWeight: 4- or 8-bit integers or floats with scales, in the layout of the kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Recurrent mixers on a GPU: causal convolutions and states with decay; quire.kernels.reference.recurrent is their reference.
 
-A program takes one sequence through its tokens in turn, for a part of its channels or of its state. Its result does not
-depend on how a prompt is cut, nor on what else is in the step. The state of a sequence is a row of a pool; a program has read
-its part of the row from which the sequence starts before it writes any.
+A program processes the tokens of one sequence in turn, for a part of its channels or state. Its result does not depend on how a
+prompt is cut, nor on what else is in the step. The state of a sequence is a row of a pool; a program reads its part of the row
+from which the sequence starts before it writes any.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.reference.recurrent import Recurrence
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.recurrent_kernels import _causal_conv, _recur
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.step import DeviceStateRows
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_TAPS = 4
 _CHANNELS = 128
 _STATE_VALUES = 4096
@@ -47,9 +46,9 @@ def causal_conv_launch(
     num_channels, num_taps = weight.shape
     if not 2 <= num_taps <= MAX_TAPS:
         raise InvariantError(f"a convolution must have 2 to {MAX_TAPS} taps, got {num_taps}")
-    check_tensor("x", x, (None, num_channels), *_FLOATS)
+    check_tensor("x", x, (None, num_channels), *FLOATS)
     check_contiguous("out", out, tuple(x.shape), x.dtype)
-    check_contiguous("weight", weight, (num_channels, num_taps), *_FLOATS)
+    check_contiguous("weight", weight, (num_channels, num_taps), *FLOATS)
     check_contiguous("pool", pool, (None, num_channels, num_taps - 1), x.dtype)
     arguments = {
         "x_ptr": x,

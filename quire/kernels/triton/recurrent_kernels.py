@@ -1,7 +1,4 @@
-"""Kernels of recurrent.py: causal convolutions and linear recurrences.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of recurrent.py: causal convolutions and linear recurrences."""
 
 from __future__ import annotations
 

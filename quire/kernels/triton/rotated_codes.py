@@ -10,15 +10,13 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import can_rotate_on_gpu
-from quire.kernels.triton.launching import Launch, check_contiguous
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous
 from quire.kernels.triton.rotated_codes_kernels import (
     _unrotate_heads,
 )
 
 PACKED = torch.uint8
 """The dtype of caches of codes of four bits."""
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def width_of(dtype: torch.dtype, head_dim: int) -> int:
@@ -28,7 +26,7 @@ def width_of(dtype: torch.dtype, head_dim: int) -> int:
 
 def unrotate_launch(x: Tensor) -> Launch:
     """Return the launch that rotates vectors [T, H, D] back, in place."""
-    check_contiguous("x", x, (None, None, None), *_FLOATS)
+    check_contiguous("x", x, (None, None, None), *FLOATS)
     num_tokens, num_heads, head_dim = x.shape
     if not can_rotate_on_gpu(head_dim):
         raise InvariantError(f"vectors of {head_dim} values cannot be rotated: powers of two from 16 on can")

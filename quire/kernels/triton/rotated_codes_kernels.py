@@ -1,7 +1,4 @@
-"""Kernels of rotated_codes.py: rotation, quantising and packing of codes of four bits.
-
-Without torch, so that compile_server.py starts fast.
-"""
+"""Kernels of rotated_codes.py: rotation, quantising and packing of codes of four bits."""
 
 from __future__ import annotations
 

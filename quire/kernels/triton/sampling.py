@@ -11,12 +11,11 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.cpu.sampling import DrawOptions
 from quire.kernels.reference.noise import STREAM_TARGET
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.launching import FLOATS, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.sampling_kernels import LIST_SIZE, NUM_DEPTHS, collect_rows, scan_rows, weigh_rows
 from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.topk_topp_kernels import choose_rows
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 2048
 
 
@@ -163,7 +162,7 @@ def _device_of(rows: dict[str, Tensor | int | float | None]) -> torch.device:
 
 
 def _check(choices: Choices, logits: Tensor, options: RowOptions) -> None:
-    check_tensor("logits", logits, (None, None), *_FLOATS)
+    check_tensor("logits", logits, (None, None), *FLOATS)
     num_rows, vocab_size = logits.shape
     if vocab_size < 1:
         raise InvariantError("a row of logits has at least one token")

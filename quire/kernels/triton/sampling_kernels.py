@@ -1,9 +1,9 @@
 """Device code of the sampler: the token of a row maximises logit / temperature + noise, after top_k, top_p and min_p.
 
-All three cuts are lower bounds on the values: the largest value that top_k tokens reach, the largest that holds the share top_p
-of the mass of those, and the best value plus log(min_p). Counts and masses are integers, so their sums do not depend on an
-order, and bounds are found by bisection on the bits of a float. Without cuts there are two launches (scan, choose); with cuts,
-two launches between them make a list of the few tokens that can matter, which one program can read often:
+All three cuts are lower bounds on the values: the largest value that top_k tokens reach, the largest that tokens with the share
+top_p of their mass reach, and the best value plus log(min_p). Bounds are found by bisection on the bits of a float. Counts and
+masses are integers, so the order of sums does not matter. Without cuts there are two launches (scan, choose); with cuts, two
+more list the few tokens that can matter, which one program can read often:
 
   scan     per block: the best logit, whether there is a NaN, and for rows without cuts the best sum with noise
   weigh    per block: how many tokens, and what mass, lie above each of a few depths below the best
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.noise import mass_units, noise_of_run
+from quire.kernels.triton.noise import fixed_point_exp, noise_of_run
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NUM_DEPTHS = tl.constexpr(16)
@@ -147,7 +147,7 @@ def weigh_rows(
             mask_ptr = masks_ptr + row * masks_stride
         logits, _ = load_logits(logits_ptr + row * logits_stride, mask_ptr, tokens, vocab_size)
         values = logits * inverse
-        units = mass_units(values - peak)
+        units = fixed_point_exp(values - peak)
         levels = tl.arange(0, NUM_DEPTHS)
         floors = tl.maximum(peak - depth_of(levels), LOWEST)
         is_above = values[None, :] >= floors[:, None]

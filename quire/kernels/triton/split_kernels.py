@@ -1,8 +1,7 @@
 """Device code of attention split over its keys: the chunk plan is computed on the device, programs process it, then a merge.
 
-A sequence's keys are split at multiples of a size that depends only on its own length, so its sums do too. An item is one chunk
-of one tile; items of a tile are consecutive, in the order of their keys. The grid does not depend on lengths: programs process
-items until there are none left, so one CUDA graph serves every length.
+The size of a sequence's chunks, and so its sums, depend only on its length. An item is one chunk of one tile; items of a tile
+are consecutive, in the order of their keys. Programs process items until none is left: one CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def attend_chunks(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EXTRA: tl.constexpr,
-    IS_JOINED: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
@@ -137,8 +136,8 @@ def attend_chunks(
     queries = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
-    CACHED_HEADS: tl.constexpr = 1 if IS_JOINED else NUM_KV_HEADS
-    cached_head = kv_head * 0 if IS_JOINED else kv_head
+    CACHED_HEADS: tl.constexpr = 1 if IS_LATENT else NUM_KV_HEADS
+    cached_head = kv_head * 0 if IS_LATENT else kv_head
     num_items = tl.load(starts_ptr + num_tiles)
     # Values hoisted out of this loop stay in registers, of which one-query runs then have too few, except for f32 and windows.
     STAYS: tl.constexpr = tile_sequences_ptr is None and WINDOW == 0 and tl.float32 != COMPUTE
@@ -167,7 +166,7 @@ def attend_chunks(
         out, log_sum = attend_keys(
             q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale, slopes,
-            HEAD_DIM, BLOCK_D, EXTRA, IS_JOINED, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            HEAD_DIM, BLOCK_D, EXTRA, IS_LATENT, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
             MOST == 0,
         )  # fmt: skip
         parts = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP) + rows

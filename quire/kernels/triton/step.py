@@ -175,12 +175,10 @@ class DeviceAttentionMetadata:
     library          computes attention of this step instead of our kernels; None: our kernels do
     states           rows of recurrent states; None: the model has none, or all sequences start and nothing is kept
     lora             the tokens that have adapters; None: there are none
-    shared_keys      where keys are that several ranks share; slots and block_tables are then of this rank's blocks. None: all
-                     keys are here
+    shared_keys      where the keys of several ranks are; slots and block_tables are of this rank's blocks. None: all are here
     exchange         gets a cache in which this rank has stored its tokens, and stores those of the others; None: there are none
     window           the same for layers of the window group, with its slots and block tables; None: there is no such group
-    homes            where sequences have homes on several ranks: all rows of the step, of which all else here has those at home
-                     on this rank; None: they have none
+    homes            where sequences have homes on ranks: all rows of the step; all else here is of those at home on this rank
     is_even          whether contexts are about as long, so that keys are not split where the sequences fill the device
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     chosen           the keys that the last indexer of this step has chosen, see `choose_keys`

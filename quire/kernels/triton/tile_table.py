@@ -2,9 +2,8 @@
 
 A file has tables, each for a device by its name and compute capability; each kernel has a list of {"when": ..., "tile": ...}.
 The first entry whose conditions all hold applies: "max_x" and "min_x" bound a number x of the shape, others must be equal.
-Beside the numbers of a shape, conditions may name what the GPU in use has: "shared_kib" for a program, and its
-"matrix_instruction" (DeviceTraits). The defaults in tiles.json were chosen for an H200; other devices have the same but where a
-condition on the device gives them smaller ones. `quire tune` writes tables for the device that it runs on.
+Conditions may also name what the GPU in use has: "shared_kib" for a program, and its "matrix_instruction" (DeviceTraits). The
+defaults in tiles.json are for an H200, with smaller tiles for GPUs that need them. `quire tune` writes tables for its device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("tiles.json")
 VARIABLE = "QUIRE_TILE_TABLE"
-_VERSION = 1
+_VERSION = 2
 
 Number = int | float | bool | str
 
@@ -78,7 +77,7 @@ class TileTable:
 def _find(
     table: TileTable, traits: DeviceTraits, kernel: str, items: tuple[tuple[str, Number], ...]
 ) -> Mapping[str, int | bool]:
-    """Return the tile; remembered, as every layer of every step that is not recorded asks for it."""
+    """Return the tile; remembered, as every layer of every step that is not captured asks for it."""
     shape = {"matrix_instruction": traits.matrix_instruction, "shared_kib": traits.shared_bytes >> 10, **dict(items)}
     for rule in table.rules.get(kernel, ()):
         if rule.holds(shape):

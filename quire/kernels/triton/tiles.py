@@ -1,8 +1,7 @@
 """Tile sizes of kernel launches, by shape, from the device's table (tile_table.py).
 
-The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions), and for GPUs with other
-matrix instructions or less shared memory from its output for sm_80, sm_89 and sm_120. Those of fused layers were measured on an
-H200.
+The defaults were chosen from the compiler's output (registers, shared memory, instructions) for sm_90, and for GPUs with other
+matrix instructions or less shared memory for sm_80, sm_89 and sm_120. Those of fused layers were measured on an H200.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
 
-def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+def decode_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for sequences with few queries; `group` query heads share their keys."""
     is_even = group & (group - 1) == 0  # other divisions of rows into heads need registers
     shape = {**_attention_shape(head_dim, dtype, kv_dtype), "group": group, "is_even_group": is_even}
-    return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
+    return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-decode", shape))
 
 
-class FewAttention(NamedTuple):
+class FusedAttentionTile(NamedTuple):
     """chunk: cached tokens per chunk of fused attention, as CHUNK."""
 
     chunk: int
     num_stages: int
 
 
-def few_attention(num_kv_heads: int, head_dim: int) -> FewAttention:
+def fused_attention_tile(num_kv_heads: int, head_dim: int) -> FusedAttentionTile:
     """Return how fused attention divides its keys. The chunk affects the result: it does not depend on the batch."""
-    return FewAttention(**active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim}))
+    return FusedAttentionTile(**active_table().find("fused-attention", {"num_kv_heads": num_kv_heads, "head_dim": head_dim}))
 
 
 def most_chunks(num_kv_heads: int) -> int:
@@ -67,15 +66,15 @@ def most_chunks(num_kv_heads: int) -> int:
     return max(32, min(128, power_of_two(256 // num_kv_heads)))
 
 
-def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+def prefill_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for runs of queries."""
-    return AttentionTile(**active_table().find("attention-long", _attention_shape(head_dim, dtype, kv_dtype)))
+    return AttentionTile(**active_table().find("attention-prefill", _attention_shape(head_dim, dtype, kv_dtype)))
 
 
 def is_filled(num_programs: int) -> bool:
-    """Return whether the device is filled by that many programs for whole runs of queries, so that their keys are not split.
+    """Return whether that many programs, for whole runs of queries, fill the device, so that keys are not split.
 
-    Runs without a split cost at most 15 % of the time where their last programs leave multiprocessors idle. Merging costs more.
+    The last programs may leave multiprocessors idle for 15 % of the time: merging costs more.
     """
     at_once = device_traits().num_multiprocessors
     rounds = -(-num_programs // at_once)
@@ -92,7 +91,7 @@ class PromptTile(NamedTuple):
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> PromptTile | None:
     """Return the tile of attend_prompts, the kernel for Hopper; None: attend_runs is used."""
-    found = dict(active_table().find("attention-prompts", _attention_shape(head_dim, dtype, kv_dtype)))
+    found = dict(active_table().find("attention-prefill-hopper", _attention_shape(head_dim, dtype, kv_dtype)))
     return PromptTile(**found) if found.pop("is_specialized") else None
 
 
@@ -170,23 +169,25 @@ def linear_tile(num_tokens: int, dtype: torch.dtype, num_rows: int, has_offsets:
     return LinearTile(**active_table().find("linear", shape))
 
 
-class ManyTile(NamedTuple):
+class LargeBatchTile(NamedTuple):
     """tokens of a tile, at most 256, and runs of columns that are loaded ahead, at least 2."""
 
     tokens: int
     num_stages: int
 
 
-def many_tile(num_tokens: int, dtype: torch.dtype, num_rows: int) -> ManyTile | None:
+def large_batch_tile(num_tokens: int, dtype: torch.dtype, num_rows: int) -> LargeBatchTile | None:
     """Return the tile of multiply_dequantised, the kernel for Hopper and many tokens; None: others are used.
 
     Raises ConfigError for one stage, with which the kernel would wait forever.
     """
     shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows}
-    found = dict(active_table().find("linear-many", shape))
+    found = dict(active_table().find("linear-large-batch", shape))
     if found["num_stages"] < 2:
-        raise ConfigError(f"num_stages of linear-many is {found['num_stages']} in the table of tiles; it takes 2 or more")
-    return ManyTile(**found) if found.pop("is_specialized") else None
+        raise ConfigError(
+            f"num_stages of linear-large-batch is {found['num_stages']} in the table of tiles; allowed: 2 or more"
+        )
+    return LargeBatchTile(**found) if found.pop("is_specialized") else None
 
 
 class DenseTile(NamedTuple):
@@ -222,7 +223,7 @@ def float8_tile(num_tokens: int) -> LinearTile:
     return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
 
 
-class FewTile(NamedTuple):
+class FusedLinearTile(NamedTuple):
     """Of products with few tokens.
 
     rows     of the weight
@@ -238,20 +239,19 @@ class FewTile(NamedTuple):
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: int) -> FewTile:
+def fused_linear_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: int) -> FusedLinearTile:
     """Return the tile for a fused linear layer, by the shape of the weight and the padded number of tokens: 1, 8 or 16.
 
-    Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
-    would cost a round trip to memory.
+    Programs have few rows, so that small weights fill the GPU, too: splitting sums would cost a round trip to memory.
     """
     shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
-    tile = FewTile(**active_table().find("few", shape))
+    tile = FusedLinearTile(**active_table().find("fused-linear", shape))
     columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
     return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))
 
 
-class CodesTile(NamedTuple):
-    """rows of the weight; bytes of codes processed at once, 0: matrix units process a run of columns for each warp.
+class FusedQuantizedTile(NamedTuple):
+    """rows of the weight; bytes of codes processed at once, 0: tensor cores process a run of columns for each warp.
 
     fetched_bytes  prefetched by a program while the previous kernel runs
     """
@@ -263,7 +263,7 @@ class CodesTile(NamedTuple):
     fetched_bytes: int
 
 
-def codes_tile(num_tokens: int, num_rows: int, row_bytes: int, is_packed: bool, has_norm: bool) -> CodesTile:
+def fused_quantized_tile(num_tokens: int, num_rows: int, row_bytes: int, is_packed: bool, has_norm: bool) -> FusedQuantizedTile:
     """Return the tile for a fused linear layer with quantised weights, whose rows have `row_bytes` of codes."""
     shape = {"tokens": num_tokens, "rows": num_rows, "row_bytes": row_bytes, "is_packed": is_packed, "has_norm": has_norm}
-    return CodesTile(**active_table().find("codes", shape))
+    return FusedQuantizedTile(**active_table().find("fused-quantized", shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.noise import mass_units, noise_of_run, noise_of_tokens
+from quire.kernels.triton.noise import fixed_point_exp, noise_of_run, noise_of_tokens
 from quire.kernels.triton.sampling_kernels import (
     LIST_SIZE,
     LOWEST,
@@ -70,7 +70,7 @@ def _choose_of_list(
     if (top_k > 0) & (top_k < count):
         floor = _floor_of_list(values, (values >= LOWEST).to(tl.int64), top_k.to(tl.int64), floor, peak)
     if top_p < 1:
-        units = tl.where(values >= floor, mass_units(values - peak), 0)
+        units = tl.where(values >= floor, fixed_point_exp(values - peak), 0)
         if top_k > 0:
             total = tl.sum(units, 0)
         floor = _floor_of_list(values, units, nucleus_target(top_p, total), floor, peak)
@@ -99,7 +99,7 @@ def _sum_of_row(
         if COUNTS:
             total += (values >= floor).to(tl.int64)
         else:
-            total += tl.where(values >= floor, mass_units(values - peak), 0)
+            total += tl.where(values >= floor, fixed_point_exp(values - peak), 0)
     return tl.sum(total, 0)
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 
-from quire.kernels.triton.boxes import Boxes, placed
-from quire.kernels.triton.settled_key import settle_key
+from quire.kernels.triton.cache_keys import hash_callees
+from quire.kernels.triton.tma_tensor import TmaTensor, with_descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
     module: str
     kernel: str
-    arguments: tuple[tuple[str, Pointer | Boxes | int | float | None], ...]
+    arguments: tuple[tuple[str, Pointer | TmaTensor | int | float | None], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, object], ...]
 
@@ -64,5 +64,7 @@ def compile_variant(variant: Variant, arch: int) -> str:
     """
     triton.runtime.driver.set_active(AbsentDriver(arch))
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-    settle_key(kernel)
-    return kernel.warmup(grid=(1,), **placed(dict(variant.arguments)), **dict(variant.constants), **dict(variant.options)).hash
+    hash_callees(kernel)
+    return kernel.warmup(
+        grid=(1,), **with_descriptors(dict(variant.arguments)), **dict(variant.constants), **dict(variant.options)
+    ).hash

@@ -41,7 +41,7 @@ class DeviceHead:
 
     is_in_order = False
     ranks: DeviceRanks | None = None
-    records_prompts = True
+    captures_prompts = True
 
     def __init__(
         self,

@@ -120,7 +120,8 @@ def check_width(folder: HeadFolder, hidden_size: int, target: ModelSpec) -> None
 def layer_sources(layer: LayerSpec, prefix: str, names: Mapping[str, str] = PRE_NORM_LAYER) -> dict[str, str]:
     """Return canonical name, below layers.0., -> stored name below `prefix`, of a layer with those norms and biases."""
     if not isinstance(layer.mlp, MlpSpec) or layer.attn_out is not None or layer.mlp_out is not None:
-        raise UnsupportedError("heads that draft are supported with pre-norm layers and dense feed-forward blocks only (yet)")
+        got = "norms after its blocks" if isinstance(layer.mlp, MlpSpec) else "experts"
+        raise UnsupportedError(f"speculative_config: a head's layer must be dense and pre-norm, got {got}: take another method")
     has_norm = {"attn_in": layer.attn_in, "mlp_in": layer.mlp_in, "q_norm": layer.attention.qk_norm}
     has_norm["k_norm"] = has_norm["q_norm"]
     biases = _biases(layer.attention, layer.mlp)

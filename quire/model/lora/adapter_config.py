@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,6 @@ def _rank(value: object, name: str, file: Path, max_rank: int) -> int:
 
 
 def _alpha(value: object, name: str, file: Path) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         raise ModelFormatError(f"{file}: {name} must be a finite number, got {value!r}")
     return float(value)

@@ -19,8 +19,8 @@ from quire.serving.batch.records import MESSAGES_ENDPOINT, StoredAmount, is_id
 from quire.serving.batch.room import Grow
 from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint, header, query, too_large
-from quire.serving.errors import ApiError, invalid, not_found
+from quire.serving.endpoint import Call, Endpoint, header, query
+from quire.serving.errors import ApiError, invalid, not_found, too_large
 from quire.serving.paging import AFTER_QUERY, ORDER_QUERY, ends_of, is_ascending, limit_query, page_limit
 
 PART_BYTES = 1 << 20
@@ -106,7 +106,7 @@ async def upload_file(routes: BatchRoutes, call: Call) -> Answer:
         if not isinstance(purpose, str):
             raise invalid("purpose must be a string", "purpose", "missing_required_parameter")
         if file.size is not None and file.size > config.max_file_bytes:
-            raise too_large(config.max_file_bytes)
+            raise too_large(config.max_file_bytes, file.size)
         record = await routes.service.add_file(call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form), limit)
     return _json(record.as_json())
 
@@ -141,12 +141,13 @@ async def _read_form(call: Call, grow: Grow) -> Any:
     The part in memory counts in the BodyRoom; `grow` is called with the size so far.
     """
     request, limit = call.request, call.config.max_file_bytes + FORM_OVERHEAD_BYTES
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise ApiError(415, "content-type must be multipart/form-data", code="unsupported_media_type")
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise ApiError(415, f"content-type must be multipart/form-data, got {kind[:100]!r}", code="unsupported_media_type")
     length = call.content_length
     if length is not None:
         if length > limit:
-            raise too_large(call.config.max_file_bytes)
+            raise too_large(call.config.max_file_bytes, length)
         call.share.check(min(length, MEMORY_BYTES))
 
     async def limited() -> AsyncIterator[bytes]:
@@ -154,7 +155,7 @@ async def _read_form(call: Call, grow: Grow) -> Any:
         async for part in request.stream():
             num_bytes += len(part)
             if num_bytes > limit:
-                raise too_large(call.config.max_file_bytes)
+                raise too_large(call.config.max_file_bytes, num_bytes)
             call.share.take(max(0, min(num_bytes, MEMORY_BYTES) - call.share.num_bytes))
             if num_bytes - num_kept > PART_BYTES:
                 num_kept = num_bytes

@@ -19,8 +19,7 @@ class BlockTableUpdates:
     """Changes of the block tables, KV blocks to copy, as (source, target), the KV of accepted drafts to move, which comes
     first, and recurrent states to copy, as (source, target).
 
-    window_copies, window_moves  as block_copies and moves, in the window group, with its own blocks and slots. The moves are as
-                                 many, of the same sequences
+    window_copies, window_moves  the same in the window group, by its blocks and slots; as many moves, of the same sequences
     processors                   tables of logits processors; a message that has these has nothing else
     """
 

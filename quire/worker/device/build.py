@@ -45,15 +45,15 @@ from quire.worker.device.expert_loading import device_mover
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
-from quire.worker.device.graphs import CountedRecorder, CudaGraphRecorder, GraphRecorder, StepGraphs
+from quire.worker.device.graphs import CountedCapturer, CudaGraphCapturer, GraphCapturer, StepGraphs
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.leader_executor import LeaderGpuExecutor
 from quire.worker.device.memory import (
     HOW_TO_SAVE,
+    Captures,
     CudaMemory,
     DeviceMemory,
     MemoryBefore,
-    Recordings,
     check_pinned,
     device_kv_spec,
     device_weight_bytes,
@@ -68,7 +68,7 @@ from quire.worker.device.memory import (
     rank_device,
     tier_staging_bytes,
 )
-from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.precompile import CompileJob, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
@@ -116,15 +116,16 @@ def build_device_runner(
     for line in built.plan.describe().splitlines():
         logger.info(line)
     report, speculator = replace(report, memory=built.plan), None
+    drafting = () if built.drafter is None else built.drafter.executors
     try:
         if config.speculative_config is not None:
             limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
             there = {} if built.drafter is None else {built.drafter.method: built.drafter.proposer()}
             speculator = build_speculator(config.speculative_config, report, None, limits, there)
     except BaseException:
-        built.executor.close()
+        for each in (built.executor, *drafting):
+            each.close()
         raise
-    drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None
     leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
@@ -212,11 +213,11 @@ def _start_ranks(
     return built
 
 
-def _counted(recorder: GraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
-    """Return a recorder whose recordings count their collectives."""
-    for each in () if recorder is None or group is None else group.communicators:
-        recorder = CountedRecorder(recorder, each)
-    return recorder
+def _counted(capturer: GraphCapturer | None, group: GpuGroup | None) -> GraphCapturer | None:
+    """Return a capturer whose captures count their collectives."""
+    for each in () if capturer is None or group is None else group.communicators:
+        capturer = CountedCapturer(capturer, each)
+    return capturer
 
 
 def build_rank(
@@ -236,14 +237,15 @@ def build_rank(
     choose_tiles(config, device)
     memory = _memory_to_plan(device, group)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
-    compilation = None
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" and not is_eager(config) else None
+    compilations: list[Precompilation] = []
     try:
         parameters = open_parameters(report.folder, report.spec)
         compiles = group is None or group.is_first_on_host
         compilation = compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
+        compilations += [] if compilation is None else [compilation]
         decoder = _load_decoder(config, report, device, parameters, group)
-        stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, recorder, group)
+        stepper, adapters, drafter = _make_executor(config, report, decoder, sizes, capturer, group, compilations)
         stepper.compilation = compilation
         if group is not None:
             if compilation is not None:
@@ -254,12 +256,12 @@ def build_rank(
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = _agreed_plan(plan, report, decoder, group)
         _allocate_pools(config, report, plan, own, device, group, slab)
-        if recorder is not None:
+        if capturer is not None:
             for each in own.steppers:
-                each.record_largest()
+                each.capture_largest()
     except BaseException as error:
-        if compilation is not None:
-            compilation.stop()
+        for each in compilations:
+            each.stop()
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
@@ -295,24 +297,25 @@ def _make_executor(
     report: ModelReport,
     decoder: DeviceDecoder,
     sizes: StepSizes,
-    recorder: CudaGraphRecorder | None,
+    capturer: CudaGraphCapturer | None,
     group: GpuGroup | None,
+    compilations: list[Precompilation],
 ) -> tuple[GpuStepExecutor, DeviceAdapters | None, Drafter | None]:
     """Return what runs the steps, with a pool of one block for measuring, its LoRA adapters, and what drafts on rank 0."""
     ranks, device, kv = None if group is None else group.ranks, decoder.device, report.memory.kv
-    # Only collectives are recorded, not what stages send.
+    # Only collectives are captured, not what stages send.
     agree = None if group is None or ranks is None else group.agree
     pool = DeviceKvPool(kv, 1 + num_spare_blocks(config), device, 1 if kv.state_shapes else 0, 1)
     specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
     library = load_library(config.attention_backend, specs, decoder.dtype, kv_dtypes(kv.dtype)[0], kv.block_size)
     is_first = group is None or group.rank == 0
-    drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
+    drafter = load_drafter(DraftedModel(config, report, decoder, sizes, capturer, compilations)) if is_first else None
     adapters = None
     if config.enable_lora:
         shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)
         limits = config.max_loras, config.max_lora_rank
         adapters = DeviceAdapters(decoder.spec, *limits, device, config.enable_lora_experts, shard)
-    parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
+    parts = decoder, pool, sizes, StepGraphs(_counted(capturer, group), agree), library
     if group is not None and group.workers is not None:
         return LeaderGpuExecutor(*parts, group, adapters), adapters, drafter
     return GpuStepExecutor(*parts, adapters), adapters, drafter
@@ -349,7 +352,7 @@ def _allocate_pools(
 
 
 def is_eager(config: EngineConfig) -> bool:
-    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
+    """Return whether no CUDA graphs are captured: copying offloaded weights takes so long that they would gain nothing."""
     return config.enforce_eager or config.cpu_offload_gb > 0
 
 
@@ -417,8 +420,8 @@ def compile_ahead(
     if group is not None and group.stage is not None:
         kv = device_kv_spec(config, group.stage.rank_specs[0], kv.window_tokens is not None)
     of_ranks = shares, copies, config.enable_dp_attention, config.decode_context_parallel_size
-    order = Order(*chosen, kv, sizes, *kernels, None, *of_ranks)
-    return Precompilation(order, parameters)
+    job = CompileJob(*chosen, kv, sizes, *kernels, None, *of_ranks)
+    return Precompilation(job, parameters)
 
 
 class _Measured(NamedTuple):
@@ -444,16 +447,16 @@ class _Measured(NamedTuple):
         if self.drafter is not None:
             self.drafter.run_full()
 
-    def record_samples(self) -> None:
-        """Record steps of every sort, of all."""
+    def capture_samples(self) -> None:
+        """Capture steps of every sort, of all."""
         for each in self.steppers:
-            each.record_samples()
+            each.capture_samples()
 
 
 def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
-    num_recordings = sum(len(each.keys) for each in own.steppers)
-    recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
-    usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
+    num_graphs = sum(len(each.keys) for each in own.steppers)
+    captures = Captures(own.capture_samples, own.stepper.capture_copies, num_graphs)
+    usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else captures)
     if own.group is not None and config.enable_dp_attention:  # all that was run was at the first home; it may be at any one
         usage = replace(usage, activation_bytes=-own.group.least(-usage.activation_bytes))
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.step import TokenLogprobs
 from quire.kernels.cpu.sampling import SampleStatus
-from quire.kernels.triton.last_token_buffer import keep_ids_launch
+from quire.kernels.triton.last_token_buffer import scatter_ids_launch
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.logprobs import LOGPROB_WIDTH, MAX_TOP, logprob_launches
 from quire.kernels.triton.processors import ProcessorOptions, ProcessorTables, count_launch, process_launch
@@ -142,7 +142,7 @@ class DeviceSampler:
             first, last = logprob_offset(count), result_size(count, sampling)
             found = self.result[first:last].view(torch.int32).view(count, LOGPROB_WIDTH)
             run_all(logprob_launches(found, logits, choices.tokens, arrays["num_tops"]))
-        keep_ids_launch(self.last_ids, choices.tokens, arrays["sampled_rows"]).run()
+        scatter_ids_launch(self.last_ids, choices.tokens, arrays["sampled_rows"]).run()
 
     def sample_masked(
         self,

@@ -96,7 +96,7 @@ def _find_device(name: str) -> torch.device | None:
 
 
 def _find_own_device(has_triton: bool) -> torch.device | None:
-    """Return torch's current CUDA device, or None, with a line of the log that says why, where it cannot be used."""
+    """Return torch's current CUDA device; None where it cannot be used, and log why."""
     device = torch.device("cuda", torch.cuda.current_device())
     lack = _unsupported_reason(device) if has_triton else "there is a GPU, but not Triton (pip install 'quire[gpu]')"
     if lack is not None:

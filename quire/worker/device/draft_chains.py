@@ -1,7 +1,7 @@
 """DeviceChains: a draft model, or a head, drafts chains on the device, a CUDA graph for each token of all sequences.
 
-A draft step is a step of a GpuStepExecutor, over a decoder and a pool of its own: the known tokens that it has not read yet
-first, then a token a step, which stays on the device for the next one. The host only reads the tokens as they come.
+A draft step is a step of a GpuStepExecutor with its own decoder and pool: first the known tokens that it has not read, then one
+token a step, which stays on the device for the next one. The host only reads the tokens as they come.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafters: draft models and draft heads on a device. They are loaded with the model and counted in its memory plan.
 
-Weights and buffers are allocated before memory is measured; the cache has as many blocks as the model's, which adds to the
-bytes of a block; the largest step is measured as the model's is.
+Weights and buffers are allocated before memory is measured, and so is the largest step. The cache has as many blocks as the
+model's: their bytes add to those of a block.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from quire.speculate.proposer import Proposer
 from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.graphs import GraphCapturer, StepGraphs
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import most_step_tokens
-from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.precompile import CompileJob, Precompilation, arch_of
 from quire.worker.device.variants import ServedHead
 
 logger = get_logger(__name__)
@@ -49,15 +49,17 @@ logger = get_logger(__name__)
 class DraftedModel(NamedTuple):
     """The model that is drafted for, on its device.
 
-    sizes     of its steps
-    recorder  of steps; None: they are launched one by one
+    sizes         of its steps
+    capturer      of steps; None: they are launched one by one
+    compilations  that have begun; drafters add theirs
     """
 
     config: EngineConfig
     report: ModelReport
     decoder: DeviceDecoder
     sizes: StepSizes
-    recorder: GraphRecorder | None
+    capturer: GraphCapturer | None
+    compilations: list[Precompilation]
 
     @property
     def drafting(self) -> SpeculativeConfig:
@@ -70,6 +72,12 @@ class DraftedModel(NamedTuple):
     def most_tokens(self) -> int:
         """Tokens of a step at most, padding included."""
         return max(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs)
+
+    def compile_ahead(self, job: CompileJob, parameters: Mapping[str, Parameter | StoredParameter]) -> Precompilation | None:
+        """Begin to compile what drafting launches."""
+        found = compile_ahead(self.decoder.device, job, parameters)
+        self.compilations.extend([] if found is None else [found])
+        return found
 
 
 class Drafter(ABC):
@@ -129,7 +137,7 @@ class _StepDrafter(Drafter):
         self._decoder, self._sizes = decoder, sizes
         self._p_min = target.drafting.p_min_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
-        self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.capturer))
         self._executor.compilation = compilation
         self.block_bytes, self.executors = kv.bytes_per_block, (self._executor,)
 
@@ -159,8 +167,8 @@ class _DraftModel(_StepDrafter):
         kv = KvSpec.on_device(spec, report.memory.kv.block_size, spec.dtype)
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
-        order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
-        compilation = compile_ahead(device, order, parameters)
+        job = CompileJob(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
+        compilation = target.compile_ahead(job, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
         super().__init__(decoder, kv, sizes, target, compilation)
@@ -196,10 +204,10 @@ class _Head(_StepDrafter):
         self.held_bytes = 2 * num_waiting * head.body.hidden_size * self.model.dtype.itemsize
 
     def _compile_head(self, served: ServedHead) -> Precompilation | None:
-        config, report, _, sizes, _ = self._target
+        config, report, sizes = self._target.config, self._target.report, self._target.sizes
         chosen = report.folder, report.spec, config.quantization, config.deterministic
-        order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
-        return compile_ahead(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
+        job = CompileJob(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
+        return self._target.compile_ahead(job, open_parameters(report.folder, report.spec))
 
     def run_full(self) -> None:
         """See Drafter."""
@@ -264,10 +272,10 @@ def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepS
 
 
 def compile_ahead(
-    device: torch.device, order: Order, parameters: Mapping[str, Parameter | StoredParameter]
+    device: torch.device, job: CompileJob, parameters: Mapping[str, Parameter | StoredParameter]
 ) -> Precompilation | None:
-    """Begin to compile what drafting launches, while weights are loaded; the order's arch is that of the device."""
-    return Precompilation(order._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
+    """Begin to compile what drafting launches, while weights are loaded; the job's arch is that of the device."""
+    return Precompilation(job._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
 
 
 def _on_device(head: ParallelHead, device: torch.device) -> ParallelHead:

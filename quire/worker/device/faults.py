@@ -18,8 +18,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether nothing runs on a device any more in this process, as after an address that is not there: every call fails
-    then, whatever it is for. Waits for what was launched."""
+    """Return whether every call on a device fails in this process, as after an access to a wrong address. Waits for what was
+    launched."""
     if device.type != "cuda":
         return False
     try:
@@ -30,13 +30,13 @@ def is_lost(device: torch.device) -> bool:
 
 
 def release_unused(device: torch.device) -> None:
-    """Give back the memory that the allocator keeps for tensors to come: the driver, which has none, does not ask for it."""
+    """Give back the memory that the allocator caches, which the driver may need."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def release_pinned(device: torch.device) -> None:
-    """Give back the pinned host memory that torch keeps for copies to come, such as that of weights that were dropped."""
+    """Give back the pinned host memory that torch caches, such as that of weights that were dropped."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in every torch
     if device.type == "cuda" and empty is not None:
         empty()

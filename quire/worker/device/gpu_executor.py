@@ -335,14 +335,14 @@ class GpuStepExecutor(StepLauncher):
             self.sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
 
     def wake_up(self) -> None:
-        """See StepExecutor. The largest CUDA graphs are recorded again, the others with the first step of their kind."""
+        """See StepExecutor. The largest CUDA graphs are captured again, others with the first step of their kind."""
         if self.sleeping is None:
             raise InvariantError("an executor wakes up that is not asleep")
         with self.step_scope():
             self.sleeping.restore()
             self.sleeping = None
-            if self.graphs.is_recording:
-                self.record_largest()
+            if self.graphs.is_enabled:
+                self.capture_largest()
 
     def close(self) -> None:
         """Drop all CUDA graphs, so that their memory can be freed, and give up what is not compiled yet."""

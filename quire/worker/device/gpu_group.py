@@ -72,8 +72,8 @@ def hosts_of(store: Store, rank: int, size: int) -> list[int]:
 class RankConfig:
     """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
 
-    config        with the folder of the model, and with what the leader has settled, such as the layers of each stage. The
-                  files of expert_placement and expert_load are the leader's; expert_ranks has what they say
+    config        with the folder of the model, and what the leader has decided, such as the layers of each stage. Instead of
+                  the files of expert_placement and expert_load see expert_ranks
     is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
     slots_file    the leader's descriptor of the memory of the host tier, which all map; -1: there is none
     options       that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty

@@ -1,4 +1,4 @@
-"""StepGraphs: steps recorded once, and launched again as a whole."""
+"""StepGraphs: steps captured once as CUDA graphs, and replayed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class GraphKey(NamedTuple):
-    """What a CUDA graph is for: so many sequences, padding included, of any length; how they are sampled; whether some have
-    LoRA adapters; and how many are at each home, padding included, 0: sequences have no homes."""
+    """What a CUDA graph is for: the number of sequences, of any length; how they are sampled; whether some have adapters; and
+    how many are at each home, 0: sequences have no homes. Numbers include padding."""
 
     num_rows: int
     sampling: Sampling
@@ -35,8 +35,8 @@ class GraphKey(NamedTuple):
         return f"{self.num_rows} sequences ({self.sampling}{more})"
 
 
-class GraphGrid:
-    """The keys that there are: few, so that few steps are recorded; a step takes the next larger one.
+class CaptureSizes:
+    """The keys of decode steps: few, so that few steps are captured; a step takes the next larger one.
 
     samplings  those of the steps, what takes most memory first
     num_homes  home ranks of sequences; 1: they have no homes
@@ -84,9 +84,8 @@ _FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256,
 
 
 class PromptKey(NamedTuple):
-    """What a CUDA graph with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
-    context; which short runs of queries there may be; whether drafts that are trees, which may be chains as well; and whether
-    some tokens have LoRA adapters."""
+    """What a CUDA graph with tokens of prompts is for: the number of tokens, padding included; the longest context; which short
+    runs of queries there may be; whether drafts may be trees; and whether some tokens have LoRA adapters."""
 
     num_tokens: int
     max_context_len: int
@@ -99,8 +98,8 @@ class PromptKey(NamedTuple):
         return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs{more})"
 
 
-class PromptGrid:
-    """The keys that there are: tokens by doubling, then by quarters of it, so that at most a fifth of a larger step is padding.
+class PromptCaptureSizes:
+    """The keys of steps with prompts: tokens by doubling, then by quarters of it, so that at most a fifth of a step is padding.
 
     max_tokens        the most of a CUDA graph; 0: there is none
     max_context_lens  rising
@@ -140,97 +139,97 @@ class PromptGrid:
         return None if count is None or most is None else PromptKey(count, most, short_runs, has_trees)
 
 
-class GraphRecorder(Protocol):
-    """Records what is launched."""
+class GraphCapturer(Protocol):
+    """Captures what is launched."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record what a step launches, without running it, and return what launches it again, on the same memory."""
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture what a step launches, without running it, and return what launches it again, on the same memory."""
         ...
 
 
-class CountedRecorder:
-    """Records with another recorder, and counts the collectives of a recording each time that it is launched."""
+class CountedCapturer:
+    """Captures with another capturer, and counts the collectives of a graph each time that it is launched."""
 
-    def __init__(self, inner: GraphRecorder, communicator: CountingCommunicator) -> None:
+    def __init__(self, inner: GraphCapturer, communicator: CountingCommunicator) -> None:
         self._inner, self._communicator = inner, communicator
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """See GraphRecorder."""
-        return self._communicator.recorded(self._inner.record, step)
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """See GraphCapturer."""
+        return self._communicator.captured(self._inner.capture, step)
 
 
 class StepGraphs:
-    """Runs steps: each kind once as it is, and from then on, with a recorder, as a recorded whole.
+    """Runs steps: each kind once as it is, and from then on, with a capturer, as a CUDA graph.
 
-    So the first step of a kind loads its kernels, which no recording may do, and nothing is recorded that is never needed.
+    So the first step of a kind loads its kernels, which no capture may do, and nothing is captured that is never needed.
 
-    agree  of ranks that run steps together, in the same order: returns whether all of them say yes. Whether a collective is
-           part of a recording is a matter of all ranks: where one cannot record a kind, all launch it one by one
+    agree  returns whether all ranks say yes, which run the same steps: where one cannot capture a kind, all launch it one by
+           one, as a collective must be in the graphs of all
     """
 
-    def __init__(self, recorder: GraphRecorder | None = None, agree: Callable[[bool], bool] | None = None) -> None:
-        self._recorder, self._agree = recorder, agree
-        self._recorded: dict[Hashable, Callable[[], None]] = {}
+    def __init__(self, capturer: GraphCapturer | None = None, agree: Callable[[bool], bool] | None = None) -> None:
+        self._capturer, self._agree = capturer, agree
+        self._captured: dict[Hashable, Callable[[], None]] = {}
         self._more: list[Callable[[], None]] = []
-        self._one_by_one: set[Hashable] = set()  # what cannot be recorded
+        self._one_by_one: set[Hashable] = set()  # what cannot be captured
 
     @property
-    def is_recording(self) -> bool:
-        """Whether steps are recorded at all; otherwise all are launched one by one."""
-        return self._recorder is not None
+    def is_enabled(self) -> bool:
+        """Whether steps are captured at all; otherwise all are launched one by one."""
+        return self._capturer is not None
 
     @property
-    def num_recorded(self) -> int:
+    def num_captured(self) -> int:
         """Kinds of steps that are launched as a whole."""
-        return len(self._recorded)
+        return len(self._captured)
 
     def run(self, key: Hashable, step: Callable[[], None], exchange: AbstractContextManager[None] | None = None) -> None:
         """Run a step: all that its launches read and write must lie at the same addresses for the same key.
 
-        exchange  receives what the step reads, and sends on what it wrote before ranks agree: recording may wait for the device
+        exchange  receives what the step reads, and sends on what it wrote before ranks agree: capturing may wait for the device
                   of a rank, which waits for what another one sends
 
-        A kind that cannot be recorded, for whatever reason, is launched one by one from then on, and so is one for whose
-        recording memory ends when it is launched, which takes some the first time. What the step itself raises is raised.
+        A kind that cannot be captured, or whose graph finds no memory at its first launch, is launched one by one from then on.
+        What the step itself raises is raised.
         """
-        recorded: Callable[[], None] | None = None
+        captured: Callable[[], None] | None = None
         with nullcontext() if exchange is None else exchange:
-            replay = self._recorded.get(key)
+            replay = self._captured.get(key)
             if replay is not None and self._replay(key, replay):
                 return
             step()
-            if self._recorder is None or key in self._one_by_one:
+            if self._capturer is None or key in self._one_by_one:
                 return
             try:
-                recorded = self._recorder.record(step)
+                captured = self._capturer.capture(step)
             except Exception as error:  # noqa: BLE001 - the step itself has run, and the log says what is wrong
                 self._give_up(key, error)
-        if self._agree is not None and not self._agree(recorded is not None) and recorded is not None:
-            logger.warning("another rank cannot record steps of %s: they are launched one by one on all ranks", key)
+        if self._agree is not None and not self._agree(captured is not None) and captured is not None:
+            logger.warning("another rank cannot capture steps of %s: they are launched one by one on all ranks", key)
             self._one_by_one.add(key)
-        elif recorded is not None:
-            self._recorded[key] = recorded
+        elif captured is not None:
+            self._captured[key] = captured
 
-    def record_more(self, key: Hashable, step: Callable[[], None], count: int) -> None:
-        """Record a step of a kind that is recorded so many times more, and run each: what they take is seen so, until `clear`.
+    def capture_more(self, key: Hashable, step: Callable[[], None], count: int) -> None:
+        """Capture a step `count` times more, and run each, to see what they take; they are kept until `clear`.
 
-        Nothing where that kind is not recorded. What recording raises is raised.
+        Nothing where its kind is not captured. What capturing raises is raised.
         """
-        if self._recorder is None or key not in self._recorded:
+        if self._capturer is None or key not in self._captured:
             return
         for _ in range(count):
-            self._more.append(self._recorder.record(step))
+            self._more.append(self._capturer.capture(step))
             self._more[-1]()
 
     def _replay(self, key: Hashable, replay: Callable[[], None]) -> bool:
-        """Run a recording, and return whether there was memory for that; without, nothing has run."""
+        """Run a graph, and return whether there was memory for that; without, nothing has run."""
         try:
             replay()
         except RuntimeError as error:
-            # Other ranks may have launched theirs, and wait in it: with them it cannot be launched otherwise.
+            # Other ranks may have launched their graphs, and wait in them for this one.
             if not is_out_of_memory(error) or self._agree is not None:
                 raise
-            del self._recorded[key]
+            del self._captured[key]
             self._give_up(key, error)
             return False
         return True
@@ -239,23 +238,23 @@ class StepGraphs:
         self._one_by_one.add(key)
         if is_out_of_memory(error):
             logger.warning(
-                "no memory is left to record steps of %s: they stay slower; lower gpu_memory_utilization where others use the "
+                "no memory is left to capture steps of %s: they stay slower; lower gpu_memory_utilization where others use the "
                 "device too (%s)",
                 key,
                 error,
             )
         else:
-            logger.error("steps of %s cannot be recorded: they stay slower", key, exc_info=error)
+            logger.error("steps of %s cannot be captured: they stay slower", key, exc_info=error)
 
     def clear(self) -> None:
-        """Forget what was recorded, before its memory goes."""
-        self._recorded.clear()
+        """Forget what was captured, before its memory goes."""
+        self._captured.clear()
         self._more.clear()
         self._one_by_one.clear()
 
 
-class CudaGraphRecorder:
-    """Records CUDA graphs that share one pool of memory: they never run at the same time."""
+class CudaGraphCapturer:
+    """Captures CUDA graphs that share one pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -263,33 +262,33 @@ class CudaGraphRecorder:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._pool: tuple[int, int] | None = None
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a step that has run before; see GraphRecorder. Waits for nothing: what runs goes on meanwhile.
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture a step that has run before; see GraphCapturer.
 
-        Only where memory ends it waits: the allocator, which cannot do so in a recording, then gives back what it keeps for
-        tensors to come, and the step is recorded once more.
+        Waits for the device only where memory ends: the allocator then gives back what it caches, which it cannot do in a
+        capture, and the step is captured once more.
         """
         try:
-            return self._record(step)
+            return self._capture(step)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         release_unused(self._device)
-        return self._record(step)
+        return self._capture(step)
 
-    def _record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
         pool = self._shared_pool()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with paused_collector(), torch.cuda.stream(self._stream):
             try:
-                # What other threads ask of the device meanwhile, as a caller's own model does, must not end the recording.
+                # Other threads, such as a caller's own model, may use the device meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     step()
                 except BaseException:
-                    with suppress(RuntimeError):  # what ended the recording is raised, not that it is incomplete
+                    with suppress(RuntimeError):  # what ended the capture is raised, not that it is incomplete
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -301,8 +300,8 @@ class CudaGraphRecorder:
         return graph.replay
 
     def _leave(self, pool: tuple[int, int]) -> None:
-        """Tell the allocator that a recording has ended. Where its end failed, some versions of torch have not: they would give
-        back no memory any more, and refuse to be asked for it."""
+        """Tell the allocator that a capture has ended. Some versions of torch do not where it failed, and would never give back
+        memory again."""
         end = vars(torch._C).get("_cuda_endAllocateToPool")
         if end is not None:
             with suppress(RuntimeError):  # it knows already

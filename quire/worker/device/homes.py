@@ -1,7 +1,7 @@
 """Steps of sequences that have homes on the ranks of a model: their order, and what of them one rank attends to.
 
 All ranks get the same arrays, in which the sequences of a home follow each other, in the order of ranks. A home without
-sequences has one of padding, so that all ranks launch the same kinds of launches, and the same collectives.
+sequences has one of padding, so that all ranks launch the same kernels and collectives.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ class Homes(NamedTuple):
         return replace(step, homes=first_blocks // num_blocks, slots=step.slots % (num_blocks * block_size))
 
     def homes_of(self, step: HostStep) -> NDArray[np.int64]:
-        """Return the home of each sequence [S]; those of a step of padding are all at the first one, whose rank takes most
-        memory for them then, and launches what steps of one rank launch."""
+        """Return the home of each sequence [S]; in a step of padding all are at the first one, for most memory."""
         return np.zeros(len(step.counts), np.int64) if step.homes is None else step.homes
 
     def own_changes(
         self, staged: Staged, counts: ChangeCounts, pool: tuple[int, int]
     ) -> tuple[ChangeCounts, Mapping[str, Tensor]]:
-        """Keep of changes, on the host, what concerns this rank's blocks, with their numbers here.
+        """Keep, on the host, the changes of this rank's blocks, with their numbers here.
 
         pool  blocks of each rank, and tokens of a block
         Returns the counts of that, and its arrays on the device, to be sent

@@ -16,8 +16,8 @@ from quire.model.token_runs import TreePlaces, run_places, short_rope_tokens
 from quire.worker.step_executor import StepTokens
 
 Sampling = Literal["full", "cuts", "plain", "deferred"]
-"""What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), too; the same with logits
-processors and log probabilities, which is right for all; or compute the logits, which are sampled by further launches."""
+"""How a step samples: without cuts; with cuts (top-k, top-p, min-p), too; also with logits processors and log probabilities,
+which is right for all rows; or not, as further launches sample its logits."""
 
 STATE_ARRAYS = ("state_sources", "state_saves", "state_checkpoints")
 """The fields of DeviceStateRows."""
@@ -153,7 +153,7 @@ def fill_sampled(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> N
 
 
 def fill_decode_slots(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
-    """Write what of a decode step depends on which sequences are in it alone.
+    """Write what depends only on which sequences are in a decode step.
 
     The arrays may be longer: sequences of the batch slot padding_row, which see and store nothing, are added.
     """
@@ -213,11 +213,10 @@ def full_step(
 ) -> HostStep:
     """Return a step of padding that takes as much memory as the largest one of real sequences, none longer than context_len.
 
-    It has num_tokens tokens, or as many as num_sequences of that length have. As few sequences as possible are long, the first
-    ones; the others have num_short tokens, where there are enough, else at least one. All get a next token. Nothing is stored;
-    what is read is the padding row's blocks. Memory is taken for the longest context: only the last sequence has one of
-    context_len, so that the step takes little longer where that is long. Of the tokens that are not the last ones num_drafts
-    are drafts, or all.
+    It has num_tokens tokens, or as many as num_sequences of that length have. The first sequences are long, as few as possible;
+    the others have num_short tokens, if there are enough, else at least one. All get a next token. It stores nothing, and reads
+    the padding row's blocks. Memory depends on the longest context, so only the last sequence has one of context_len, to keep
+    the step short. Of the tokens that are not the last ones num_drafts are drafts, or all.
     """
     num_sequences = min(num_sequences, num_tokens)
     num_tokens = min(num_tokens, num_sequences * context_len)

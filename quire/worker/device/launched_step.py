@@ -14,7 +14,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.triton.processors import NUM_BIASES
 from quire.worker.device.block_table_updates import change_parts
-from quire.worker.device.graphs import PromptGrid
+from quire.worker.device.graphs import PromptCaptureSizes
 from quire.worker.device.host_step import SAMPLINGS, Sampling
 from quire.worker.device.mixed_step import MixedSizes, TileKind, padded_sizes
 from quire.worker.device.row_processors import MAX_WORDS, processor_parts
@@ -26,7 +26,7 @@ class StepSizes(NamedTuple):
     """The largest step, and the longest sequence.
 
     max_num_drafts  drafts of a step at most; a token is sampled after each
-    has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
+    has_drafts      whether steps with drafts are to be expected, so that small ones are captured, too
     has_trees       whether some of these are trees
     has_processors  whether the device applies logits processors, and finds log probabilities
     num_stages      of a pipeline: steps in flight, each of other sequences; 1: there is none
@@ -122,7 +122,7 @@ def masked_parts(num_rows: int, vocab_size: int) -> list[Part]:
 
 def most_staged_bytes(
     sizes: StepSizes,
-    prompts: PromptGrid,
+    prompts: PromptCaptureSizes,
     tile_kinds: Sequence[TileKind],
     has_states: bool,
     table_width: int,

@@ -247,7 +247,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
             self._workers.communicator.barrier()
 
     def wake_up(self) -> None:
-        """See StepExecutor: every rank does, before this returns. All ranks record the same CUDA graphs by themselves."""
+        """See StepExecutor: every rank does, before this returns. All ranks capture the same CUDA graphs by themselves."""
         with self._scope():
             self._workers.ring.send([Call.WAKE_UP])
             self._is_leading = False

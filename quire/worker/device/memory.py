@@ -61,8 +61,7 @@ _MAX_DRAFT_LOGITS = 1 << 27
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
-"""What copies of a CUDA graph may have found in what the driver had taken already: it takes memory in pieces, so that one
-copy takes nothing or a whole piece."""
+"""What copies of a CUDA graph may have taken of the driver's last piece of memory: a copy takes nothing or a whole piece."""
 _LATER_BYTES = 128 << 20
 """Reserve for CUDA graphs: a library's working memory for another thread, and the allocator's pieces for smaller tensors."""
 
@@ -172,17 +171,17 @@ class DeviceUsage:
     activation_bytes: int
 
 
-class Recordings(NamedTuple):
+class Captures(NamedTuple):
     """CUDA graphs.
 
-    samples         records steps of every sort, the largest first, and runs them: what all share is there then, and code
-    copies          records one of the largest steps so many times more, and runs them: what each has of its own
-    num_recordings  how many there may be in all
+    samples     captures and runs steps of every sort, the largest first: takes what all share, and code
+    copies      captures and runs one of the largest steps so many times more: each takes what is its own
+    num_graphs  how many there may be in all
     """
 
     samples: Callable[[], None]
     copies: Callable[[int], None]
-    num_recordings: int
+    num_graphs: int
 
 
 class MemoryBefore(NamedTuple):
@@ -193,26 +192,26 @@ class MemoryBefore(NamedTuple):
 
 
 def measure_usage(
-    memory: DeviceMemory, before: MemoryBefore, run_full: Callable[[], None], recordings: Recordings | None
+    memory: DeviceMemory, before: MemoryBefore, run_full: Callable[[], None], captures: Captures | None
 ) -> DeviceUsage:
     """Return what a loaded model takes.
 
-    run_full    runs the largest step
-    recordings  None where no steps are recorded
+    run_full  runs the largest step
+    captures  None where no steps are captured
     """
     weight_bytes = memory.allocated() - before.allocated_bytes
     activation_bytes = memory.peak_of(run_full)
-    taken, recording_bytes = 0, 0
-    if recordings is not None:
-        shared = memory.taken_by(recordings.samples)
-        copies = memory.taken_by(lambda: recordings.copies(_NUM_COPIES))
+    taken, graph_bytes = 0, 0
+    if captures is not None:
+        shared = memory.taken_by(captures.samples)
+        copies = memory.taken_by(lambda: captures.copies(_NUM_COPIES))
         each = -(-(copies + _DRIVER_BYTES) // _NUM_COPIES)
-        taken, recording_bytes = shared + copies, shared + _LATER_BYTES + recordings.num_recordings * each
+        taken, graph_bytes = shared + copies, shared + _LATER_BYTES + captures.num_graphs * each
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
     foreign_bytes = max(0, total - before.free_bytes, total - free - weight_bytes - taken)
     step_bytes = max(round(activation_bytes * _SLACK), SCRATCH_BYTES)
-    return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + recording_bytes)
+    return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + graph_bytes)
 
 
 def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:
@@ -485,8 +484,8 @@ def plan_device_memory(
 
     num_batched_tokens
                     of a step at most, for which a sequence holds blocks of the window group
-    has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
-                    GPU has it for nothing else, and prefixes stay cached in what sequences leave
+    has_own_memory  no: the memory is the host's, of which max_num_seqs sequences of max_model_len get what they need. On a GPU
+                    what they leave keeps prefixes cached
     draft_block_bytes
                     what drafts keep under each block, also under those of other homes
     Raises ConfigError, with the numbers and what to change, where nothing is left.

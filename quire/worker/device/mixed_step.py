@@ -1,4 +1,4 @@
-"""Steps with tokens of prompts, as arrays: of their own size, or of a larger one, so that they can be recorded."""
+"""Steps with tokens of prompts, as arrays: of their own size, or of a larger one, so that they can be captured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.worker.device.host_step import STATE_ARRAYS, HostStep
 from quire.worker.device.staging import Part
 
 _HIDING_OPERATIONS = 2e11
-"""Of a layer's products, which take a GPU as long as the host takes to launch the layer one by one: about a third of a
-millisecond, at 6e14 operations a second. Larger steps hide their launches, and are not padded."""
+"""Operations of a layer's products that take a GPU as long as the host takes to launch the layer one by one: about a third of a
+millisecond, at 6e14 a second. Larger steps hide their launches, and are not padded."""
 
 _WHOLE_TOKENS = 64
 TileKind = tuple[int, int]
@@ -213,7 +213,7 @@ def _place_tiles(
         step.place_tiles(*kind, Tiles(*short, len(short[0]), longest), Tiles(*long, len(long[0]), kind[0]))
 
 
-def most_recorded_tokens(spec: ModelSpec, max_num_batched_tokens: int) -> int:
+def most_captured_tokens(spec: ModelSpec, max_num_batched_tokens: int) -> int:
     """Return up to how many tokens launching a step one by one may take longer than the GPU does."""
     most = max((_HIDING_OPERATIONS / (2 * _active_weights(spec, layer)) for layer in spec.layers), default=0)
     return min(max_num_batched_tokens, max(1, int(most) // _WHOLE_TOKENS) * _WHOLE_TOKENS)

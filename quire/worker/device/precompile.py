@@ -41,7 +41,7 @@ _LONGEST = "attend_prompts"
 _SOURCES = ("kernels/triton/*.py", "model/device_*.py", "model/heads/device_*.py", "worker/device/*.py", "quant/*.py")
 
 
-class Order(NamedTuple):
+class CompileJob(NamedTuple):
     """What is to be compiled.
 
     folder         where the checkpoint is
@@ -86,15 +86,15 @@ class Order(NamedTuple):
 class Precompilation:
     """Kernels that are compiled meanwhile, unless they were before, for the same model and sizes, from the same sources.
 
-    A thread finds the variants and sends them to a compile server, and another one takes what it says. A launch whose kernel is
-    not compiled yet waits for it, and it is compiled before all others. A process that ends meanwhile waits for the first
-    thread, as torch's functions must not be interrupted, and not for the second one.
+    A thread finds the variants and sends them to a compile server; another one receives its answers. A launch waits for its
+    kernel, which is then compiled next. A process that ends meanwhile waits for the first thread only, as torch's functions
+    must not be interrupted.
 
     parameters  of the model, as `open_parameters` returns them; not changed
     """
 
-    def __init__(self, order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> None:
-        self._order, self._mark = order, get_cache_manager(_fingerprint(order, parameters))
+    def __init__(self, job: CompileJob, parameters: Mapping[str, Parameter | StoredParameter]) -> None:
+        self._job, self._mark = job, get_cache_manager(_fingerprint(job, parameters))
         self._changed = Condition()
         self._indices: dict[Variant, int] | None = None  # None: they are not found yet
         self._left: set[int] = set()
@@ -104,7 +104,7 @@ class Precompilation:
         self._finding: Thread | None = None
         self._collecting = Thread(target=self._collect, name="precompile", daemon=True)
         if self._mark.get_file(_DONE) is None:
-            self._server = _Server(order.arch)
+            self._server = _Server(job.arch)
             self._finding = Thread(target=self._find, name="find kernels")
             BOUND.before_first.append(self.wait_for)
             try:
@@ -134,7 +134,7 @@ class Precompilation:
         self._waited_s += time.perf_counter() - start
 
     def wait(self) -> bool:
-        """Wait for the end, and return whether all is compiled; what is not will be when it is launched first, and is said."""
+        """Wait for the end, and return whether all is compiled; the rest is compiled at its first launch, which is logged."""
         if self._finding is not None:
             self._finding.join()
             if self._collecting.ident is not None:  # it was started
@@ -142,7 +142,7 @@ class Precompilation:
         return not self._errors
 
     def stop(self) -> None:
-        """Give up what is not compiled yet: no process of the server's is left. For an engine that is closed."""
+        """Give up what is not compiled yet, and end the server. For an engine that is closed."""
         if self._finding is not None:
             self._is_stopped = True
             self._server.stop()
@@ -150,7 +150,7 @@ class Precompilation:
     def _find(self) -> None:
         """Find the variants, and send them."""
         try:
-            variants = sorted(self._order.variants(), key=lambda variant: variant.kernel != _LONGEST)
+            variants = sorted(self._job.variants(), key=lambda variant: variant.kernel != _LONGEST)
             self._found_s = time.perf_counter() - self._start_s
             with self._changed:
                 self._server.send(variants)
@@ -258,9 +258,9 @@ def arch_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> str:
+def _fingerprint(job: CompileJob, parameters: Mapping[str, Parameter | StoredParameter]) -> str:
     """Return what changes with what is to be compiled, the sources of the kernels, of what launches them, and Triton."""
     package = Path(quire.__file__).parent
     sources = [path.read_bytes() for pattern in _SOURCES for path in sorted(package.glob(pattern))]
-    content = repr((order._replace(folder=Path()), order.model(parameters).kinds(), triton.__version__)).encode()
+    content = repr((job._replace(folder=Path()), job.model(parameters).kinds(), triton.__version__)).encode()
     return hashlib.sha256(b"\0".join([content, *sources])).hexdigest()

@@ -10,8 +10,8 @@ _LINE = 64
 
 
 class PageMoveCounters:
-    """A counter for each rank, in the memory of the group. All ranks make the same moves in the same order, but a copy may take
-    longer on one of them: a move is done when it is on all ranks."""
+    """A counter for each rank, in the memory of the group. All ranks make the same moves in the same order, which are done when
+    they are on all ranks."""
 
     def __init__(self, memory: SharedMemoryFile, size: int) -> None:
         self._native, self._size = native_extension(), size

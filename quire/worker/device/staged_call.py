@@ -1,6 +1,6 @@
 """StagedCall: what an executor launches once a step's arrays are in its staging buffer; sent to all ranks of a group.
 
-A message holds some numbers, the bytes of the staging buffer and, for a step without a recording, its lengths. So all ranks
+A message holds some numbers, the bytes of the staging buffer and, for a step without a graph, its lengths. So all ranks
 launch the same, over the same inputs.
 """
 
@@ -21,9 +21,8 @@ from quire.worker.parallel_messages import Call, Encoded
 
 
 class ChangeCounts(NamedTuple):
-    """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
-    recurrent states to copy, blocks to copy and tokens to move in the window group, and rows, words and biases of the tables of
-    logits processors."""
+    """How many changes come before a step: entries of block tables, blocks to copy, tokens to move, their sequences, recurrent
+    states to copy, blocks and tokens of the window group, and rows, words and biases of the tables of logits processors."""
 
     num_entries: int = 0
     num_copies: int = 0
@@ -54,7 +53,7 @@ class StagedCall(NamedTuple):
     key           of a CUDA graph; None: it is launched one by one, or there is none
     shape         of a step that is launched one by one
     sampling      of a step
-    num_sampled   tokens after which one is sampled; of a decode step that is recorded, padding included
+    num_sampled   tokens after which one is sampled; of a decode step that is captured, padding included
     keeps_hidden  whether logits of its tokens may be asked for later
     """
 

@@ -55,8 +55,8 @@ class Staging:
 
     holds      key of the contents of the host's buffer, set by the code that fills it; None: nothing that is used again
     wait       waits for an event; None: torch does
-    num_steps  that may be sent before the device takes the first of them, as where it waits for another stage: what is sent
-               is then copied on the host first, to one of so many pinned buffers
+    num_steps  that may be sent before the device takes the first, as where it waits for another stage: each is then copied to
+               one of so many pinned buffers first
     """
 
     def __init__(

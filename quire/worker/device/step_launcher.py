@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.kernels.triton.attention import tile_queries
-from quire.kernels.triton.last_token_buffer import take_inputs_launches
+from quire.kernels.triton.last_token_buffer import gather_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
@@ -26,7 +26,7 @@ from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.device_sampler import DeviceSampler, SampledRows
-from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, GraphKey, PromptCaptureSizes, PromptKey, StepGraphs
 from quire.worker.device.homes import Homes, by_home, decode_at_home, step_at_home
 from quire.worker.device.host_step import (
     HostStep,
@@ -54,7 +54,7 @@ from quire.worker.device.mixed_step import (
     exact_sizes,
     exact_step,
     fill_tiles,
-    most_recorded_tokens,
+    most_captured_tokens,
     padded_sizes,
     padded_step,
     short_runs,
@@ -94,23 +94,23 @@ class StepLauncher:
         self.padding_slot, self._homes = sizes.num_slots, Homes.of(decoder)
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
-        is_recording = graphs.is_recording and library is None and decoder.records_prompts
+        captures_prompts = graphs.is_enabled and library is None and decoder.captures_prompts
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         if self._stage is not None:
             specs = self._stage.rank_specs
             self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
         most = sizes.max_num_seqs
         if decoder.ranks is not None and decoder.ranks.context is not None and decoder.is_in_order:
-            most = min(most, decoder.ranks.context.most_recorded(specs, sizes.max_model_len))
-        self.grid = GraphGrid(most, self._sampler.samplings, self._homes.size)
-        most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
-        # With homes steps with prompts are not recorded: each home would be padded to the tokens that one may have.
-        most_tokens = most_recorded if is_recording and self._homes.size == 1 else 0
+            most = min(most, decoder.ranks.context.most_captured(specs, sizes.max_model_len))
+        self.capture_sizes = CaptureSizes(most, self._sampler.samplings, self._homes.size)
+        most_captured = min(most_captured_tokens(each, sizes.max_num_batched_tokens) for each in specs)
+        # With homes steps with prompts are not captured: each home would be padded to the tokens that one may have.
+        most_tokens = most_captured if captures_prompts and self._homes.size == 1 else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
-        self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
+        self.prompts = PromptCaptureSizes(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
         self.tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
-        most = self.grid.max_rows
+        most = self.capture_sizes.max_rows
         most_in_step = self._homes.size * most
         # What CUDA graphs read and write in addition to their staged arrays.
         most_slots = max(most_in_step, min(sizes.max_num_seqs, most_tokens) + 1)
@@ -180,7 +180,7 @@ class StepLauncher:
             self.staging.holds = None
             self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
-        is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows
+        is_padded = step.is_decode and not kept.hidden and len(step.counts) <= self.capture_sizes.max_rows
         if is_padded:
             return self._launch_decode(step, sampling, changes, kept)
         return self.launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
@@ -215,42 +215,42 @@ class StepLauncher:
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
-        """The kinds of steps that are recorded, what takes most memory first, of those with prompts and of the others."""
-        return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.grid.keys)]
+        """The kinds of steps that are captured, what takes most memory first, of those with prompts and of the others."""
+        return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.capture_sizes.keys)]
 
     def _with_adapters(self, keys: Sequence[GraphKey | PromptKey]) -> list[GraphKey | PromptKey]:
         """Return kinds of steps, and if some may have LoRA adapters, these before the others."""
         adapted = [] if self._adapters is None else [key._replace(has_adapters=True) for key in keys]
         return [*adapted, *keys]
 
-    def record_largest(self) -> None:
-        """Record steps of padding that take as much memory as any, and run them; what others need of it is there then."""
-        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
-            self._record_and_run(keys[:1])
+    def capture_largest(self) -> None:
+        """Capture and run steps of padding that take as much memory as any, so that it is there for others."""
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.capture_sizes.keys)):
+            self._capture_and_run(keys[:1])
 
-    def record_samples(self) -> None:
+    def capture_samples(self) -> None:
         """Do the same with steps of every sort: what takes most memory, least, and as much as half of the kinds."""
-        self.record_largest()
-        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
-            self._record_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
+        self.capture_largest()
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.capture_sizes.keys)):
+            self._capture_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
 
-    def record_copies(self, count: int) -> None:
-        """Record the step with most launches so many times more, and run each."""
+    def capture_copies(self, count: int) -> None:
+        """Capture the step with most launches so many times more, and run each."""
         for key in self.keys[:1]:
-            self.record(key)  # what they read is on the device then
-            self.graphs.record_more(key, self.frames[key].run, count)
+            self.capture(key)  # what they read is on the device then
+            self.graphs.capture_more(key, self.frames[key].run, count)
 
-    def _record_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
+    def _capture_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
         for key in keys:
-            self.record(key)
-            self.record(key)  # its first launch takes memory, too
+            self.capture(key)
+            self.capture(key)  # its first launch takes memory, too
 
-    def record(self, key: GraphKey | PromptKey) -> None:
-        """Run a step of padding: recorded if it was before, else it is recorded."""
+    def capture(self, key: GraphKey | PromptKey) -> None:
+        """Run a step of padding: captured if it was before, else it is captured."""
         if isinstance(key, PromptKey):
-            self._record_prompts(key)
+            self._capture_prompts(key)
         else:
-            # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
+            # Launches do not depend on lengths, and the shortest take least time.
             step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
             if key.home_rows:
                 step = replace(step, homes=np.arange(key.num_rows) // key.home_rows)
@@ -260,10 +260,10 @@ class StepLauncher:
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count, order = len(step.counts), None
         if self._homes.size > 1:
-            key = self.grid.key(count, sampling, int(np.bincount(self._homes.homes_of(step)).max()))
+            key = self.capture_sizes.key(count, sampling, int(np.bincount(self._homes.homes_of(step)).max()))
             step, order = by_home(step, self._homes, self.padding_slot, key.home_rows)
         else:
-            key = self.grid.key(count, sampling)._replace(has_adapters=step.adapters is not None)
+            key = self.capture_sizes.key(count, sampling)._replace(has_adapters=step.adapters is not None)
         frame = self._decode_frame(key)
         host = frame.staged.host
         own = b"" if step.adapters is None else step.adapters.tobytes()
@@ -325,14 +325,14 @@ class StepLauncher:
         return frame
 
     def launch_mixed(
-        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
+        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_captured_tokens: int
     ) -> Launched:
         num_tokens, num_sampled, order = len(step.given_ids), len(step.logit_rows), None
         if self._homes.size > 1:
             step, order = by_home(step, self._homes, self.padding_slot)
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self._staged_kinds]
         key = None
-        if num_tokens <= most_recorded_tokens:
+        if num_tokens <= most_captured_tokens:
             key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
             key = None if key is None else key._replace(has_adapters=step.adapters is not None)
         shape = StepShape.of(step, () if order is None else order.sequences) if key is None else None
@@ -373,8 +373,8 @@ class StepLauncher:
     def run_staged(self, call: StagedCall, lists: Sequence[TileLists] = ()) -> tuple[Tensor | None, Tensor | None]:
         """Send what is in the staging buffer, and launch a call; return the logits and the hidden states of its step.
 
-        lists  the tiles of a step without a recording; none: they are found
-        Logits are None where it samples nothing. Hidden states are None of a recorded decode step, and may have padding.
+        lists  the tiles of a step without a graph; none: they are found
+        Logits are None where it samples nothing. Hidden states are None of a captured decode step, and may have padding.
         """
         if isinstance(call.key, GraphKey):
             frame = self._decode_frame(call.key)
@@ -416,8 +416,8 @@ class StepLauncher:
         self.staging.host_bytes[: len(staged)] = staged
 
     def kept(self, rows: Tensor) -> Tensor:
-        """Return what is kept of a step until it is collected. With stages, other steps run before that, and a CUDA graph
-        writes where the one before has."""
+        """Return what is kept of a step until it is collected: with stages a copy, as other steps overwrite the arrays of CUDA
+        graphs before that."""
         return rows if self._stage is None else rows.clone()
 
     def logits_of(self, hidden: Tensor, adapters: NDArray[np.int32] | None) -> Tensor:
@@ -433,7 +433,7 @@ class StepLauncher:
             parts = exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts
             staged = self.staging.arrange([*parts, *call.shape.parts])
         else:
-            raise InvariantError("a step with prompts is recorded, or has a shape")
+            raise InvariantError("a step with prompts is captured, or has a shape")
         return staged, self.staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
 
     def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
@@ -450,7 +450,7 @@ class StepLauncher:
         device_step = exact_step(shape, arrays, self._halves(tables)[0], lists, self.tile_kinds, self._library)
         return self._decoder.forward(ids, arrays["positions"], self._completed(device_step, arrays, tables), self._pool)
 
-    def _record_prompts(self, key: PromptKey) -> None:
+    def _capture_prompts(self, key: PromptKey) -> None:
         self.staging.wait()
         self.staging.holds = None
         frame = self._prompt_frame(key)
@@ -508,7 +508,7 @@ class StepLauncher:
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
-        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
+        run_all(gather_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self.tables))
 
     def _send(self, start: int, changes: ChangeCounts) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes after them, and make the changes."""

@@ -12,7 +12,7 @@ import torch
 
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.launching import noted_launches, run_all
+from quire.kernels.triton.launching import collected_launches, run_all
 from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
@@ -20,7 +20,7 @@ from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_context import ContextRanks
 from quire.model.device_decoder import DeviceDecoder
-from quire.model.device_linear import WIDENED_FROM
+from quire.model.device_linear import DEQUANTIZE_FROM
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_shards import DeviceShard
 from quire.model.heads.device_head import DeviceHead
@@ -143,7 +143,7 @@ def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
     """Return those that the steps of a draft head launch, which shares the model's embedding and LM head."""
     head, sizes = meta_head(model, served), served.sizes
     found = _step_variants(head, served.kv, sizes)
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         for num_tokens in _powers_of_two(sizes.max_num_batched_tokens):
             head.fuse_features(torch.empty(num_tokens, served.head.feature_size, dtype=head.dtype, device=_META))
     return list(dict.fromkeys([*found, *map(variant_of, launches)]))
@@ -164,16 +164,16 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     pool = DeviceKvPool(kv, 2, _META, num_window_blocks=1)
-    executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
+    executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotCapturing()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         # The engine begins with these; then come the first prompts and decode steps.
         one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        executor.record_samples()
+        executor.capture_samples()
         # Those of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
         prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
-        for key in [*prompts, *executor.grid.keys]:
-            executor.record(key)
+        for key in [*prompts, *executor.capture_sizes.keys]:
+            executor.capture(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:
@@ -186,10 +186,10 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
     return list(dict.fromkeys(map(variant_of, launches)))
 
 
-class NotRecording:
-    """Stands for a recorder where nothing runs: steps have the sizes of recorded ones, and are launched one by one."""
+class NotCapturing:
+    """Stands for a capturer where nothing runs: steps have the sizes of captured ones, and are launched one by one."""
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return the step."""
         return step
 
@@ -230,12 +230,12 @@ class _NoExchange:
 
 
 def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
-    """Yield steps with prompts of every kind that kernels tell apart: by powers of two, by what fits one chunk of keys, and by
-    whether quantised weights are dequantised for them."""
+    """Yield steps with prompts of every kind that kernels distinguish: powers of two, one chunk of keys or more, and whether
+    quantised weights are dequantised."""
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = _powers_of_two(most)
-    kinds = {most, WIDENED_FROM - 1, *(count for power in powers for count in (power, power + 1))}
+    kinds = {most, DEQUANTIZE_FROM - 1, *(count for power in powers for count in (power, power + 1))}
     for count in sorted(count for count in kinds if count <= most):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
         yield full_step(count, -(-count // longest), longest, executor.padding_slot, longest, sizes.max_num_drafts)

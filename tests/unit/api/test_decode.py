@@ -81,10 +81,11 @@ def test_damaged_body_is_one_short_error(data, kind):
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.parametrize("end", [b'"}', b'", "max_tokens": 1}'])
 @pytest.mark.parametrize("text", [rb"\ud800", rb"x\uD83D", rb"\ud83d\ud83d"])
-def test_half_of_a_surrogate_pair_at_the_end_is_named(text):
+def test_half_of_a_surrogate_pair_is_named(text, end):
     with pytest.raises(BodyError, match="unpaired surrogate") as caught:
-        decode_body(b'{"model": "m", "prompt": "' + text + b'"}', CompletionRequest)
+        decode_body(b'{"model": "m", "prompt": "' + text + end, CompletionRequest)
     assert caught.value.code == "invalid_json"
     with pytest.raises(BodyError, match="truncated"):
         decode_body(b'{"model": "m", "prompt": "\\ud83d\\ude00', CompletionRequest)
@@ -99,6 +100,31 @@ def test_number_that_is_out_of_range_is_refused(field):
     body = json.dumps(CHAT)[:-1] + "," + field + "}"
     with pytest.raises(RequestError, match="out of range"):
         decode_body(body.encode(), ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 3}, "temperature: expected float <= 2.0, got 3"),
+        ({"messages": []}, "messages: expected array of length >= 1, got one of length 0"),
+        ({"stop": "x" * 257}, "stop: expected str of length <= 256, got one of length 257"),
+        ({"logit_bias": {"1": 101}}, 'logit_bias[...]: expected float <= 100.0, got {"1":101}'),
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention: may be one of '24h', 'in-memory', 'in_memory', got '1h'"),
+        (
+            {"messages": [{"role": "wizard", "content": "x"}]},
+            "messages[0].role: may be one of 'developer', 'system', 'user', 'assistant', 'tool', 'function', got 'wizard'",
+        ),
+        ({"modalities": ["audio"]}, 'modalities: only text output is supported (got ["audio"])'),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else next(iter(value)),
+)
+def test_message_has_the_given_value_and_the_allowed_ones(change, message):
+    assert str(refused(CHAT | change)) == message
+
+
+def test_unknown_field_of_a_closed_object_is_answered_with_its_fields():
+    message = str(refused(CHAT | {"structured_outputs": {"regexp": "x"}}))
+    assert message.startswith("structured_outputs: object contains unknown field regexp; it may have json, regex, choice, ")
 
 
 def test_last_value_counts_when_a_key_stands_twice():

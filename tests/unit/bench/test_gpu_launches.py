@@ -22,34 +22,34 @@ def test_the_idle_share_is_what_lies_between_steps(gpu_launches):
     assert gpu_launches.idle_share(spans, lambda first, last: last - first) == pytest.approx(2 / 10)
 
 
-def test_every_replay_of_a_recorded_step_stands_between_two_stamps(gpu_launches):
-    recorder = gpu_launches.StampedRecorder(gpu_launches.RepeatingRecorder(), itertools.count().__next__)
+def test_every_replay_of_a_captured_step_stands_between_two_stamps(gpu_launches):
+    capturer = gpu_launches.StampedCapturer(gpu_launches.RepeatingCapturer(), itertools.count().__next__)
     ran = []
-    replay = recorder.record(lambda: ran.append(1))
+    replay = capturer.capture(lambda: ran.append(1))
     replay()
     replay()
     assert ran == [1, 1]
-    assert recorder.spans == [(0, 1), (2, 3)]
+    assert capturer.spans == [(0, 1), (2, 3)]
 
 
-def test_a_row_says_why_steps_were_not_recorded(gpu_launches):
+def test_a_row_says_why_steps_were_not_captured(gpu_launches):
     class Failing:
-        def record(self, step):
+        def capture(self, step):
             raise RuntimeError("not permitted when stream is capturing")
 
-    recorder = gpu_launches.StampedRecorder(Failing(), itertools.count().__next__)
+    capturer = gpu_launches.StampedCapturer(Failing(), itertools.count().__next__)
     with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.record(lambda: None)
-    row = gpu_launches.measured_idle_share(recorder, 3)
+        capturer.capture(lambda: None)
+    row = gpu_launches.measured_idle_share(capturer, 3)
     assert set(row) == {"error", "output"}
     assert "not permitted" in row["output"]
 
 
 def test_a_row_has_the_idle_share_of_the_last_steps_or_says_that_there_were_too_few(gpu_launches):
-    recorder = gpu_launches.StampedRecorder(gpu_launches.RepeatingRecorder(), itertools.count(0.0).__next__)
-    replay = recorder.record(lambda: None)
+    capturer = gpu_launches.StampedCapturer(gpu_launches.RepeatingCapturer(), itertools.count(0.0).__next__)
+    replay = capturer.capture(lambda: None)
     replay()
-    assert "error" in gpu_launches.measured_idle_share(recorder, 5)
+    assert "error" in gpu_launches.measured_idle_share(capturer, 5)
     replay()
     replay()
-    assert gpu_launches.measured_idle_share(recorder, 2) == {"idle_share": pytest.approx(1 / 3)}
+    assert gpu_launches.measured_idle_share(capturer, 2) == {"idle_share": pytest.approx(1 / 3)}

@@ -28,7 +28,7 @@ def sections(load):
 
 def command(code, file):
     writes = f"open({str(file)!r}, 'a').write('{{\"found\": 1}}\\n'); "
-    return [sys.executable, "-c", writes + code]
+    return [sys.executable, "-S", "-c", writes + code]  # begins in a moment
 
 
 @pytest.mark.one_in(3)

@@ -43,7 +43,7 @@ def run(gpu_tests, tmp_path):
 
 
 def run_in(folder, gpu_tests, names, limit_s, at_once=2):
-    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-c", CODES[name]], limit_s, at_once, folder)
+    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-S", "-c", CODES[name]], limit_s, at_once, folder)
     return {row["file"]: row for row in found}
 
 
@@ -75,7 +75,7 @@ def test_names_of_failures_and_whole_outputs_are_kept(run, tmp_path):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sums up", "is deaf"])
 def test_names_of_failures_are_kept_when_a_file_is_stopped(run, tmp_path, monkeypatch, gpu_tests, name):
-    monkeypatch.setattr(gpu_tests, "_SECONDS_TO_SUM_UP", 1)
+    monkeypatch.setattr(gpu_tests, "_SECONDS_TO_SUM_UP", 30 if name == "sums up" else 1)
     found = run([name], 3)[name]
     assert found["error"].startswith("stopped after")
     assert found["failed_tests"] == ["test_two[a b]", "test_three"]

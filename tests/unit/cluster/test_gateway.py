@@ -39,7 +39,7 @@ def ask(replicas, path, body=None, root_path="", **config):
                 return await client.get(root_path + path)
             return await client.post(root_path + path, content=json.dumps(body), headers={"authorization": "Bearer k"})
 
-    return asyncio.run(asyncio.wait_for(work(), 20))
+    return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def head(status=200, headers=JSON):

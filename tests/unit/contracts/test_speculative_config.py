@@ -155,7 +155,7 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "ngram", "num_speculative_tokens": True}, "integer from 1 to 64, got True"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be an integer from 5"),
         ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
-        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "number from 0 to 1, got 2"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 10**400}, "number from 0 to 1, got 10"),
         (
             {"method": "suffix", "suffix_decoding_use_tree_spec": 1},
             "use_tree_spec must be true or false, got 1",

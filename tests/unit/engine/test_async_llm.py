@@ -244,11 +244,14 @@ def test_closing_ends_what_runs_and_refuses_what_comes(llm):
     is_closing = threading.Event()
     hold_after(llm, 5, is_closing)
 
+    def close():
+        threading.Timer(0.5, is_closing.set).start()  # the engine is told to close meanwhile, and steps on after that
+        llm.close()
+
     async def run():
         stream = llm.generate([1], params(max_tokens=250))
         await anext(stream)
-        threading.Timer(0.5, is_closing.set).start()  # the engine is told to close meanwhile, and steps on after that
-        await asyncio.to_thread(llm.close)
+        await asyncio.to_thread(close)
         with pytest.raises(WorkerError, match="closed"):
             async for _ in stream:
                 pass

@@ -376,9 +376,12 @@ def test_prompts_are_computed_here_while_there_is_no_thread_for_a_transfer(cold,
 @needs_native
 def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path):
     """When they are copied from the shared slots of the prefill engine, these hold other bytes."""
-    read = connection.MappedSlots.read
+    read, checksum = connection.MappedSlots.read, page_server.page_checksum
     with prefill_engine(f"unix:{tmp_path}/pages") as peer, decode_llm(peer.address) as llm:
-        peer.engine.prefill.server.lease_s = 0.5
+
+        def lend_for_a_moment(*arguments):
+            peer.engine.prefill.server.lease_s = 0.2
+            return checksum(*arguments)
 
         def read_late(slots, *arguments):
             assert wait_until(lambda: not peer.engine.prefill.num_lendings)
@@ -386,6 +389,7 @@ def test_pages_whose_lease_has_ended_are_never_used(cold, monkeypatch, tmp_path)
             read(slots, *arguments)
 
         monkeypatch.setattr(connection.MappedSlots, "read", read_late)
+        monkeypatch.setattr(page_server, "page_checksum", lend_for_a_moment)
         assert run(llm, [PREFIX]) == (run(cold, [PREFIX])[0], [0])
         assert outcomes(llm) == {"damaged": 1}
         assert outcomes_of(peer.engine) == {"expired": 1}

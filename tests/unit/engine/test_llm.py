@@ -429,11 +429,15 @@ def test_generate_leaves_requests_of_others_alone(llm):
     assert (last.request_id, last.outputs[0].finish_reason) == (taken, "length")
 
 
-def test_stop_string_cannot_end_an_output_within_min_tokens(llm):
+def test_stop_string_ends_an_output_after_min_tokens(llm):
     # Bytes that start a character are held back until the end, where they become U+FFFD.
     half = llm.get_tokenizer().encode("\u00e9", add_special_tokens=False)[:1]
     params = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "allowed_token_ids": half, "stop": ["\ufffd"]}
     assert run(llm, "the", SamplingParams(**params, min_tokens=2)).outputs[0].finish_reason == "length"
+    token = llm.get_tokenizer().encode("x", add_special_tokens=False)
+    params |= {"max_tokens": 6, "allowed_token_ids": token, "stop": ["xxx"]}
+    choice = run(llm, "the", SamplingParams(**params, min_tokens=4)).outputs[0]
+    assert (choice.text, len(choice.token_ids), choice.stop_reason) == ("xx", 5, "xxx")
 
 
 def test_engine_takes_what_llm_takes(tiny_model):

@@ -7,6 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.kernels.native import load_native
+from tests.unit.engine.test_same_tokens import KINDS
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -18,14 +19,6 @@ PROMPTS = [
     [*range(20, 84), 1, 2, 3],
     [250, 3],
 ]
-KINDS = (
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 11},
-    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 12, "repetition_penalty": 1.2},
-    {"temperature": 0.0, "frequency_penalty": 0.5},
-    {"temperature": 1.3, "min_p": 0.05, "seed": -3},
-    {"temperature": 1.0, "seed": 11},
-)
 LENGTH = 24
 PRECISIONS = {
     "f32": {"dtype": "float32"},
@@ -38,18 +31,14 @@ PRECISIONS = {
 }
 
 
-def params(index: int) -> SamplingParams:
-    """Alternate greedy and seeded sampling of several kinds."""
-    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, **KINDS[index])
-
-
 def start(model, precision, **options):
     options = {"max_num_seqs": 8, "num_kv_blocks": 60, "block_size": 16, **PRECISIONS[precision], **options}
     return LLM(str(model), **options)
 
 
 def generate(llm, indices=tuple(range(6))):
-    outputs = llm.generate([PROMPTS[i] for i in indices], [params(i) for i in indices], use_tqdm=False)
+    params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, **KINDS[i]) for i in indices]
+    outputs = llm.generate([PROMPTS[i] for i in indices], params, use_tqdm=False)
     return outputs, [output.outputs[0].token_ids for output in outputs]
 
 

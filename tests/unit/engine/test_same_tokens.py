@@ -12,20 +12,20 @@ PROMPTS = [
     [*range(20, 52), 1, 2, 3],
     [250, 3],
 ]
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 11},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 12, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "frequency_penalty": 0.5},
+    {"temperature": 1.3, "min_p": 0.05, "seed": -3},
+    {"temperature": 1.0, "seed": 11},
+)
 LENGTH = 16
 
 
 def params(index: int) -> SamplingParams:
     """Alternate greedy and seeded sampling of several kinds."""
-    kinds = (
-        {"temperature": 0.0},
-        {"temperature": 1.0, "seed": 11},
-        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 12, "repetition_penalty": 1.2},
-        {"temperature": 0.0, "frequency_penalty": 0.5},
-        {"temperature": 1.3, "min_p": 0.05, "seed": -3},
-        {"temperature": 1.0, "seed": 11},
-    )
-    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, **kinds[index])
+    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, **KINDS[index])
 
 
 def generate(model, prompts=PROMPTS, **options) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_the_key_changes_with_the_weights(reader, tmp_path):
         ({"rank_pattern": {"(?=x)": 2}}, UnsupportedError, "(?=x)"),
         ({"rank_pattern": [2]}, ModelFormatError, "rank_pattern must be an object"),
         ({"lora_alpha": None}, ModelFormatError, "lora_alpha must be a finite number, got None"),
-        ({"lora_alpha": math.inf}, ModelFormatError, "lora_alpha must be a finite number, got inf"),
+        ({"lora_alpha": 10**400}, ModelFormatError, "lora_alpha must be a finite number, got 1000"),
         ({"peft_type": "IA3"}, UnsupportedError, "peft_type is 'IA3'"),
         ({"use_dora": True}, UnsupportedError, "use_dora is True"),
         ({"bias": "all"}, UnsupportedError, "bias is 'all'"),

@@ -343,13 +343,13 @@ def test_times_of_a_begun_exchange_are_counted_when_they_are_known():
         assert (found.seconds, found.exposed_seconds) == (2.0, 0.5)
 
 
-def test_collectives_of_a_recording_are_counted_when_it_is_launched_and_not_when_it_is_recorded():
+def test_collectives_of_a_graph_are_counted_when_it_is_launched_and_not_when_it_is_captured():
     inner = SimpleNamespace(rank=0, size=1, all_reduce=lambda *_: None, barrier=lambda: None)
     counting = CountingCommunicator(inner)
     launched = []
 
-    def record(step):
-        step()  # a recorder that had to try twice
+    def capture(step):
+        step()  # a capturer that had to try twice
         step()
         return lambda: launched.append(1)
 
@@ -357,7 +357,7 @@ def test_collectives_of_a_recording_are_counted_when_it_is_launched_and_not_when
         counting.all_reduce(torch.zeros(10))
         counting.barrier()
 
-    replay = counting.recorded(record, step)
+    replay = counting.captured(capture, step)
     assert counting.stats() == {}
     step()
     replay()

@@ -1,5 +1,6 @@
 """The launcher: workers are ready, work, fail and end; nothing is left of them."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, ModelFormatError, WorkerError
 from quire.kernels.native import load_native
-from quire.parallel import worker_group
+from quire.parallel import barrier, worker_group
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
@@ -26,13 +27,15 @@ from tests.ranks import SharedGroup, files_in_dev_shm, is_alive, open_descriptor
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 WORKER = "tests.parallel_worker"
-LIMIT_S = 10.0
+LIMIT_S = 25.0
 """Within which an end is noticed on a machine that others use, too; without a monitor it would take minutes."""
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """A temporary folder of their own for the processes of a test."""
+    """A temporary folder of their own for the processes of a test, which may take their time on a busy machine."""
+    monkeypatch.setattr(worker_group, "_CLOSE_S", 60.0)
+    monkeypatch.setattr(barrier, "_LEADER_ACCOUNT_S", 20.0)
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -265,16 +268,22 @@ def test_board_is_never_read_half_written():
     board = StartupBoard(group.memory)
 
     def write(_):
-        for number in range(1, 3001):
+        for number in itertools.cycle(range(1, 3001)):
             board.write(1, StartupStatus(stage=str(number) + "x" * number, since_s=float(number)))
-        return 0
 
-    pids = start_processes(1, write)
+    (pid,) = start_processes(1, write)
     seen = {}
-    while 3000.0 not in seen:
-        status = board.read(1)
-        seen[status.since_s] = status.stage
-    assert statuses_of(pids) == [0]
-    assert len(seen) > 2
+
+    def has_seen_many():
+        for _ in range(1000):
+            status = board.read(1)
+            seen[status.since_s] = status.stage
+        return len(seen) > 100
+
+    try:
+        assert wait_until(has_seen_many)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        statuses_of([pid])
     assert seen.pop(0.0, "starting Python") == "starting Python"
     assert all(stage == f"{number:.0f}" + "x" * int(number) for number, stage in seen.items())

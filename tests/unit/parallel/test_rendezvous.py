@@ -15,7 +15,7 @@ from quire.parallel import rendezvous as module
 from quire.parallel.joined_workers import join_group, refuse_group
 from quire.parallel.rendezvous import DEFAULT_PORT, Rendezvous, check_fingerprints, connect_store, read_environment
 from tests.ports import free_port
-from tests.ranks import SharedGroup, run_threads
+from tests.ranks import SharedGroup, run_threads, wait_until
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 LWS = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "leader.example"}
@@ -74,16 +74,16 @@ def of(rank, port):
 def test_store_connects_ranks_also_where_the_leader_is_late(monkeypatch, caplog):
     monkeypatch.setattr(module, "REPORT_S", (0.2,))
     port, found = free_port(), []
-    worker = threading.Thread(target=lambda: found.append(connect_store(of(1, port), 20)))
+    worker = threading.Thread(target=lambda: found.append(connect_store(of(1, port), 60)))
     with caplog.at_level(logging.WARNING, "quire"):
         worker.start()
-        worker.join(0.6)
+        told = f"rank 1 still tries to reach rank 0 at 127.0.0.1:{port}"
+        assert wait_until(lambda: told in caplog.text)
         assert not found
-        leader = connect_store(of(0, port), 20)
+        leader = connect_store(of(0, port), 60)
         worker.join()
     leader.set("x", "1")
     assert found[0].get("x") == b"1"
-    assert f"rank 1 still tries to reach rank 0 at 127.0.0.1:{port}" in caplog.text
 
 
 def test_leader_that_never_comes_is_told_with_its_address():

@@ -18,7 +18,7 @@ from quire.base.errors import UnsupportedError, WorkerError
 from quire.parallel import torch_communicator as module
 from quire.parallel.communicator import CountingCommunicator
 from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
-from tests.ranks import run_threads, start_processes, statuses_of
+from tests.ranks import run_threads, start_processes, statuses_of, wait_until
 
 
 class FakeWork:
@@ -208,24 +208,25 @@ def connect(store, rank, size):
 
 @pytest.mark.slow
 def test_late_rank_is_named_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_WARN_S", 1.2)
+    monkeypatch.setattr(module, "_WARN_S", 0.5)
     store = distributed.HashStore()
 
     def body(rank):
         communicator = connect(store, rank, 2)
         communicator.barrier()
-        time.sleep(1.6 * rank)
+        assert rank == 0 or wait_until(lambda: "rank 0 has waited for rank 1 in barrier for " in caplog.text)
         communicator.barrier()
         communicator.close()
 
     with caplog.at_level(logging.WARNING, "quire"):
         run_threads(2, body)
-    assert "rank 0 has waited for rank 1 in barrier for 1 s" in caplog.text
 
 
 def run_until_gone(path, rank, size):
     communicator = connect(distributed.FileStore(str(path), size), rank, size)
     x = torch.ones(1000)
+    communicator.all_reduce(x)
+    path.with_name(str(rank)).touch()
     try:
         while True:
             communicator.all_reduce(x)
@@ -237,7 +238,7 @@ def run_until_gone(path, rank, size):
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_rank_is_named_by_all_others(tmp_path, victim):
     pids = start_processes(3, lambda rank: run_until_gone(tmp_path / "store", rank, 3))
-    time.sleep(1.0)
+    assert wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(3)), 60)
     began_s = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
     others = [pid for rank, pid in enumerate(pids) if rank != victim]

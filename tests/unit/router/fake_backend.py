@@ -7,11 +7,16 @@ import json
 import httpx
 
 from quire.router.config import RouterConfig, parse_backend
-from quire.router.main import Router, allowed_hosts
+from quire.router.main import Router
 from quire.serving.config import ServerConfig
 from quire.serving.http.lifecycle import listen
 
 CHUNKED = "transfer-encoding: chunked"
+
+
+def run(work):
+    """Return what a coroutine returns, within a minute."""
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 class FakeBackend:
@@ -129,7 +134,7 @@ class RunningRouter:
     def __init__(self, router, port):
         self.router = router
         self.port = port
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
 
     def backend(self, fake):
         return self.router.table.get(fake.name)
@@ -137,7 +142,7 @@ class RunningRouter:
     async def post(self, body, path="/v1/completions", **options):
         return await self.client.post(path, json=body, **options)
 
-    async def until(self, condition, timeout_s=10):
+    async def until(self, condition, timeout_s=50):
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -184,6 +189,3 @@ async def backends(*fakes):
     finally:
         for fake in fakes:
             await fake.stop()
-
-
-__all__ = ["FakeBackend", "allowed_hosts", "backends", "begin_stream", "end_stream", "respond", "routing", "send_chunk"]

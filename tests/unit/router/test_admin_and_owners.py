@@ -8,13 +8,9 @@ pytest.importorskip("uvicorn", reason="needs quire[server]")
 
 from quire.router.config import RouterConfig
 from quire.router.main import allowed_hosts
-from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, send_chunk
+from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, run, send_chunk
 
 KEY = {"authorization": "Bearer admin"}
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_backend_is_added_drained_and_removed_while_a_stream_runs():

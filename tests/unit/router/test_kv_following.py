@@ -151,13 +151,17 @@ class Publisher:
         self.open()
 
     def open(self):
-        self.socket = self.context.socket(zmq.PUB)
+        self.socket = self.context.socket(zmq.XPUB)
         self.socket.bind(self.source.endpoint)
         self.replaying = None
         if self.source.replay_endpoint is not None:
             self.router = self.context.socket(zmq.ROUTER)
             self.router.bind(self.source.replay_endpoint)
             self.replaying = asyncio.create_task(self.replay())
+
+    async def wait_for_subscriber(self):
+        """Wait until a SUB socket has connected, which misses what is sent before."""
+        await self.socket.recv()
 
     async def send(self, *events, drops=False, keeps=True):
         number, payload = self.next, encode(*events)
@@ -196,13 +200,14 @@ def follow(path, work, has_replay=True, silence_s=0.2):
         subscriber = KvSubscriber("b", publisher.source, lambda: answers[0], silence_s)
 
         async def until(condition):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not condition():
                     await asyncio.sleep(0.01)
 
         try:
             await publisher.send({"type": "AllBlocksCleared"})
             subscriber.start()
+            await publisher.wait_for_subscriber()
             await work(publisher, subscriber, until, answers)
         finally:
             await subscriber.close()
@@ -384,20 +389,24 @@ def test_publisher_of_quire_is_followed_in_both_encodings(tmp_path, encoding):
             cache.add(tokens)
             publisher.publish(cache.take())
             subscriber.start()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while num_cached(subscriber.index, tokens) < 5:
+                    await asyncio.sleep(0.01)
+                while subscriber.counts.num_batches < 3:  # a SUB socket misses what is sent before it has connected
+                    cache.add([100 + cache.num_blocks] * SIZE)
+                    publisher.publish(cache.take())
                     await asyncio.sleep(0.01)
             for block in range(cache.num_blocks + 1):
                 cache.index.drop(block)
             publisher.publish(cache.take())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while len(subscriber.index):
                     await asyncio.sleep(0.01)
         finally:
             await subscriber.close()
             await asyncio.to_thread(publisher.close)
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_map_encoding_names_the_fields_of_vllm(tmp_path):
@@ -437,6 +446,7 @@ def test_prompt_goes_to_the_backend_that_holds_its_blocks(tmp_path):
             try:
                 async with routing(*fakes, kv_events=events, tokenize_timeout_s=5.0, aliases={"a": "m"}) as router:
                     await router.until(lambda: all(router.backend(fake).has_live_events for fake in fakes))
+                    await asyncio.gather(*(publisher.wait_for_subscriber() for publisher in publishers))
                     for number, fake in enumerate(fakes):
                         tokens = [number + 1] * 400
                         await publishers[number].send(stored(tokens))

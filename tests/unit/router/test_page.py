@@ -1,17 +1,11 @@
 """The router serves the page, marked as a router's, and passes on what the page asks of a model."""
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
 
 from quire.serving.page.static_files import POLICY
-from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
+from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing, run
 
 
 def test_page_is_served_with_its_policy_and_tag():

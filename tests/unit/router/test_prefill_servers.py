@@ -1,14 +1,12 @@
 """The router finds prefill servers by their role: they get no requests, and the decode servers are told where they listen."""
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
 
 from quire.router.config import parse_backend
 from quire.router.prefill_servers import is_reachable, reachable_url
-from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing
+from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing, run
 
 KEY = {"authorization": "Bearer admin"}
 
@@ -32,10 +30,6 @@ class Decode(FakeBackend):
     @property
     def urls(self):
         return self.load["prefill_urls"]
-
-
-def run(work):
-    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_decode_servers_are_told_the_prefill_servers_that_are_added_drained_and_removed():

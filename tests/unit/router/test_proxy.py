@@ -8,13 +8,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
 
-from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, send_chunk
+from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, run, send_chunk
 
 PIECES = [b'data: {"n": 1}\n\n', b": keep-alive\n\n", 'data: {"t": "é\u2028"}\r\n\r\n'.encode(), b"data: [DONE]\n\n"]
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 async def stream_pieces(request, writer):

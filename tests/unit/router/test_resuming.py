@@ -10,7 +10,7 @@ pytest.importorskip("uvicorn", reason="needs quire[server]")
 from quire.router.resumable import ResumableStream
 from quire.router.upstream import UpstreamError
 from quire.serving.resume_wire import END_COMMENT, pack_tokens, tokens_comment, unpack_tokens
-from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, send_chunk
+from tests.unit.router.fake_backend import FakeBackend, backends, begin_stream, end_stream, respond, routing, run, send_chunk
 
 BODY = {"model": "m", "prompt": "x", "stream": True}
 MARKED = "text/event-stream\r\nx-quire-resumable: 1"
@@ -51,10 +51,6 @@ class Counting(FakeBackend):
             await asyncio.sleep(0.001)
         await send_chunk(writer, b"data: [DONE]\n\n" + tokens_comment([]) + END_COMMENT)
         await end_stream(writer)
-
-
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_comments_are_taken_out_wherever_pieces_are_cut():

@@ -15,8 +15,8 @@ from quire.router.autoscale import Demand, Drain, Flip, Replica, RoleState, Scal
 from quire.router.autoscale_router import RouterCluster, read_totals
 from quire.router.autoscale_source import SourceError
 from quire.router.autoscale_targets import Targets, TargetServer
-from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing
-from tests.unit.router.test_admin_and_owners import KEY, run
+from tests.unit.router.fake_backend import FakeBackend, backends, respond, routing, run
+from tests.unit.router.test_admin_and_owners import KEY
 
 
 class FlippableBackend(FakeBackend):

@@ -114,12 +114,14 @@ def test_a_head_that_does_not_fit_is_refused(tiny_model, tmp_path, make, kind, e
         read_layer_head(make(tmp_path / "head"), kind, read_model_spec(tiny_model))
 
 
-def test_latent_attention_is_refused_by_name(tiny_model, tmp_path):
+def test_layer_is_refused_by_name(tiny_model, tmp_path):
     folder = heads.mtp(tmp_path / "head", "deepseek")
     tensors = dict(open_tensors(folder)) | {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 4)}
     heads.write(tmp_path / "other", json.loads((folder / "config.json").read_text()), tensors)
     with pytest.raises(UnsupportedError, match="latent attention"):
         read_layer_head(tmp_path / "other", "mtp", read_model_spec(tiny_model))
+    with pytest.raises(UnsupportedError, match="got experts"):
+        read_layer_head(folder, "mtp", read_model_spec(resolve_model("demo-moe")))
 
 
 def test_contradicting_vocabularies_are_refused(tiny_model, tmp_path):

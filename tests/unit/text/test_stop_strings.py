@@ -9,11 +9,11 @@ from quire.base.errors import RequestError
 from quire.text.stop_strings import StopStringScanner
 
 
-def run(pieces, stops, include=False):
+def run(pieces, stops, include=False, num_passed=0):
     scanner = StopStringScanner(stops, include)
     emitted, found = [], None
-    for piece in pieces:
-        text, match = scanner.feed(piece)
+    for index, piece in enumerate(pieces):
+        text, match = scanner.feed(piece, index >= num_passed)
         emitted.append(text)
         found = found or match
     if found is None:
@@ -21,8 +21,8 @@ def run(pieces, stops, include=False):
     return "".join(emitted), found
 
 
-def scan_whole(text, stops, include):
-    for end in range(1, len(text) + 1):
+def scan_whole(text, stops, include, first=1):
+    for end in range(first, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             stop = max(complete, key=len)
@@ -38,7 +38,9 @@ def test_any_split_gives_the_result_of_the_whole_text(include):
         stops = tuple("".join(rng.choice("aab\n") for _ in range(rng.randint(1, 5))) for _ in range(rng.randrange(4)))
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert run(pieces, stops, include) == scan_whole(text, stops, include), (pieces, stops)
+        for passed in {0, rng.randrange(len(pieces))}:
+            want = scan_whole(text, stops, include, len("".join(pieces[:passed])) + 1)
+            assert run(pieces, stops, include, passed) == want, (pieces, stops, passed)
 
 
 def test_only_what_could_begin_a_stop_string_is_held_back():

@@ -78,7 +78,7 @@ class Pair:
     """A server and a client of it."""
 
     def __init__(
-        self, address, source=None, identity=IDENTITY, server_identity=IDENTITY, silence_s=2.0, lease_s=30.0, peer=None
+        self, address, source=None, identity=IDENTITY, server_identity=IDENTITY, silence_s=30.0, lease_s=30.0, peer=None
     ):
         self.source = source or Source()
         self.server = PageServer(address, server_identity, self.source, lease_s)
@@ -174,15 +174,16 @@ def test_pages_are_copied_from_shared_slots_on_one_machine(tmp_path):
     assert wait_until(lambda: open_descriptors() <= before)
 
 
-def test_slots_of_an_ended_server_are_let_go_without_another_transfer(tmp_path):
+def test_slots_of_an_ended_server_are_let_go_without_another_transfer(tmp_path, monkeypatch):
     """A mapping would keep the memory of a prefill engine that was killed."""
+    monkeypatch.setattr(page_client, "_IDLE_CHECK_S", 0.01)
     source = SharingSource()
     with Pair(Address(path=str(tmp_path / "pages")), source) as pair:
         pulls = [pair.pull() for _ in range(3)]
         assert [finish(pull) for pull in pulls] == ["complete"] * 3
         assert num_mapped() > 0
         pair.server.close()
-        assert wait_until(lambda: num_mapped() == 0, 10)
+        assert wait_until(lambda: num_mapped() == 0)
         assert not pair.client.peers[0].idle
     os.close(source.fd)
 
@@ -223,10 +224,11 @@ def test_pages_arrive_while_the_others_are_computed_and_are_freed_when_they_were
 
 
 @pytest.mark.slow
-def test_peer_that_computes_for_long_is_not_lost(tcp):
-    with Pair(tcp, Source(is_instant=False), silence_s=1.5) as pair:
+def test_peer_that_computes_for_long_is_not_lost(tcp, monkeypatch):
+    monkeypatch.setattr(page_server, "HEARTBEAT_S", 0.05)
+    with Pair(tcp, Source(is_instant=False), silence_s=2.0) as pair:
         pull = pair.pull()
-        time.sleep(3)  # heartbeats come each half second
+        time.sleep(3)
         assert not pull.is_over
         pair.source.compute(2)
         pair.source.jobs[0].complete("the step failed")
@@ -292,7 +294,7 @@ def test_wrong_peer_is_refused_told_once_and_left_alone(tcp, monkeypatch, identi
 def test_server_does_not_take_a_client_without_the_secret(tcp):
     """Also where the client does not ask for the server's proof."""
     with Pair(tcp) as pair, socket.create_connection((pair.server.address.host, pair.server.address.port)) as sock:
-        channel = Channel(sock, 5.0)
+        channel = Channel(sock, 30.0)
         channel.send({"type": "hello", "version": PROTOCOL_VERSION, "nonce": "00"})
         channel.receive("challenge")
         channel.send({"type": "identify", "proof": "00", "fingerprint": FINGERPRINT, "page_bytes": PAGE_BYTES})
@@ -310,7 +312,7 @@ def test_another_version_is_refused(tcp, monkeypatch):
         monkeypatch.setattr("quire.transfer.handshake.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
         fields = []
         with socket.create_connection((pair.server.address.host, pair.server.address.port)) as sock:
-            channel = Channel(sock, 5.0)
+            channel = Channel(sock, 30.0)
             channel.send({"type": "hello", "version": PROTOCOL_VERSION, "nonce": "00"})
             fields.append(channel.receive("refusal")[0])
     assert fields[0]["reason"] == "version"
@@ -320,7 +322,7 @@ def test_another_version_is_refused(tcp, monkeypatch):
 def test_other_protocols_are_cut_off(tcp, data):
     with Pair(tcp) as pair, socket.create_connection((pair.server.address.host, pair.server.address.port)) as sock:
         sock.sendall(data)
-        sock.settimeout(10)
+        sock.settimeout(30)
         with contextlib.suppress(ConnectionResetError):  # it had not read all
             assert sock.recv(100) == b""
         assert finish(pair.pull()) == "complete"
@@ -365,7 +367,7 @@ def test_peer_that_is_away_is_left_alone_for_longer_and_longer(tcp):
             assert finish(pair.pull()) == "lost"
             assert not pair.client.is_available
             pauses.append(pair.client.peers[0].pause_s)
-    assert pauses == [1.0, 2.0, 4.0]
+    assert pauses == [10.0, 20.0, 40.0]
 
 
 def test_other_peers_are_asked_while_one_is_away(tcp):
@@ -390,14 +392,14 @@ def test_restarted_peer_is_found_by_the_kept_connection(tmp_path):
 
 def test_lease_of_a_client_that_says_nothing_ends(tcp):
     with Pair(tcp, lease_s=0.5) as pair, socket.create_connection((pair.server.address.host, pair.server.address.port)) as sock:
-        channel = Channel(sock, 5.0)
+        channel = Channel(sock, 30.0)
         page_client.greet(channel, IDENTITY)
         channel.send(
             {"type": "prefill", "num_tokens": 4, "cache_salt": "", "first_page": 0, "num_pages": 1, "priority": 0},
             [memoryview(bytes(16))],
         )
         channel.receive("accepted")
-        assert wait_until(lambda: pair.source.jobs[0].is_over, 10)
+        assert wait_until(lambda: pair.source.jobs[0].is_over)
         assert pair.source.jobs[0].outcome == "expired"
 
 
@@ -460,7 +462,7 @@ def test_cut_or_silent_link_keeps_the_whole_pages_of_before(tcp, cut_after, is_s
     source = Source()
     server = PageServer(tcp, IDENTITY, source)
     link = Link(server.address, cut_after=cut_after, is_silent=is_silent)
-    with Pair(tcp, peer=link.address, silence_s=0.3 if is_silent else 2.0) as pair:
+    with Pair(tcp, peer=link.address, silence_s=0.3 if is_silent else 30.0) as pair:
         pull = pair.pull()
         outcome = finish(pull)
         assert outcome in ("lost", "complete")
@@ -475,7 +477,7 @@ def test_cut_or_silent_link_keeps_the_whole_pages_of_before(tcp, cut_after, is_s
 def test_server_that_says_nothing_more_on_a_kept_connection_is_given_up(tcp):
     server = PageServer(tcp, IDENTITY, Source())
     link = Link(server.address, cut_after=20_000, is_silent=True)
-    with Pair(tcp, peer=link.address, silence_s=0.3) as pair:
+    with Pair(tcp, peer=link.address, silence_s=1.0) as pair:
         outcomes = [finish(pair.pull())]
         while outcomes[-1] == "complete":
             outcomes.append(finish(pair.pull()))
@@ -487,14 +489,14 @@ def test_server_that_says_nothing_more_on_a_kept_connection_is_given_up(tcp):
 def test_slow_link_is_no_lost_link_and_may_be_given_up(tcp):
     server = PageServer(tcp, IDENTITY, Source())
     link = Link(server.address, bytes_per_s=2000)
-    with Pair(tcp, peer=link.address, silence_s=5.0) as pair:
-        pull = pair.pull(8)
+    with Pair(tcp, peer=link.address) as pair:
+        pull = pair.pull(40)
         assert wait_until(lambda: pull.num_done >= 2)
         started_s = time.monotonic()
         pull.cancel()
         assert finish(pull) == "aborted"
-        assert time.monotonic() - started_s < 5
-        assert 2 <= pull.num_done < 8
+        assert time.monotonic() - started_s < 15
+        assert 2 <= pull.num_done < 40
     link.close()
     server.close()
 

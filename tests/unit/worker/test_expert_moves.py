@@ -93,7 +93,7 @@ class _Group:
         self.ranks.call(lambda decoder, rank: self.movers[rank].prepare(change))
 
 
-def _settle(act, until, seconds=20):
+def _settle(act, until, seconds=60):
     end = time.monotonic() + seconds
     while not until(found := act()):
         assert time.monotonic() < end
@@ -192,7 +192,7 @@ def test_a_rebalancing_evens_out_the_window_and_logs_every_move(caplog):
     def step():
         rebalancer.advance()
         for future in sent:
-            future.result(20)
+            future.result(60)
         return group.same_bits()
 
     while rebalancer.is_active:

@@ -71,7 +71,7 @@ def _config(**options):
             "num_redundant_experts is 3, but eplb_config has 2",
         ),
         ({"expert_capacity_factor": 0.9}, "expert_capacity_factor must be None or a number from 1 to 8, got 0.9"),
-        ({"expert_bias_rate": 0.1}, "expert_bias_rate must be None or a number from 1e-06 to 0.05, got 0.1"),
+        ({"expert_bias_rate": 10**400}, "expert_bias_rate must be None or a number from 1e-06 to 0.05, got 1000"),
         ({"expert_min_share": float("nan")}, "expert_min_share must be None or a number from 0.001 to 1, got nan"),
         ({"expert_min_share": 0.1, "deterministic": True}, "expert_min_share is 0.1, but deterministic is True"),
     ],

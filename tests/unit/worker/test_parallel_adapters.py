@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
 import pytest
@@ -19,6 +18,7 @@ from quire.worker.lora import check_lora
 from quire.worker.parallel_build import rank_memories
 from quire.worker.pipeline_plan import stage_memories
 from tests.lora_adapter import write_adapter
+from tests.ranks import wait_until
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -128,12 +128,12 @@ def test_adapters_of_experts_stay_with_experts_that_move(adapted):
     with engine(model, 2, enable_expert_parallel=True, enable_eplb=True, num_redundant_experts=1) as ranks:
         assert outputs(ranks, folder) == expected[0]
         assert ranks.llm_engine.rebalance_experts()
-        for _ in range(500):
+
+        def has_moved():
             ranks.llm_engine.check_health()
-            time.sleep(0.01)
-            if any(layer.num_moved for layer in ranks.llm_engine.stats.experts):
-                break
-        assert any(layer.num_moved for layer in ranks.llm_engine.stats.experts)
+            return any(layer.num_moved for layer in ranks.llm_engine.stats.experts)
+
+        assert wait_until(has_moved)
         assert after_changes(ranks, folder) == expected
 
 

@@ -15,7 +15,9 @@
 namespace quire {
 namespace {
 
-constexpr u32 YIELDS_PER_HEARTBEAT = 16;
+constexpr u32 YIELDS_PER_HEARTBEAT = 4;
+// Where others want the core, one yield takes milliseconds: a wait then sleeps after this time, and sees when it is over.
+constexpr i64 MAX_YIELD_NS = 5 * 1000 * 1000;
 
 bool has_reached(u32 value, u32 least) { return static_cast<i32>(value - least) >= 0; }
 
@@ -87,10 +89,15 @@ WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counte
         if (read_abort_word(state) != 0) return WaitResult::aborted;
         pause_briefly();
     }
+    const i64 yield_ns = timeout_ns >= 0 && timeout_ns < MAX_YIELD_NS ? timeout_ns : MAX_YIELD_NS;
+    const i64 end_ns = spins ? monotonic_ns() + yield_ns : 0;
     for (u32 turn = 0; spins && turn < state->num_yields; ++turn) {
         if (has_reached(load(counter), least)) return WaitResult::done;
         if (read_abort_word(state) != 0) return WaitResult::aborted;
-        if (turn % YIELDS_PER_HEARTBEAT == 0) raise_heartbeat(state, rank);
+        if (turn % YIELDS_PER_HEARTBEAT == 0) {
+            raise_heartbeat(state, rank);
+            if (monotonic_ns() >= end_ns) break;
+        }
         sched_yield();
     }
     return sleep_for_counter(state, rank, counter, least, timeout_ns);

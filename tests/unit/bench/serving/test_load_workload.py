@@ -218,7 +218,7 @@ def test_block_size_is_inferred_from_lengths_and_numbers_of_ids(rows, size):
 def test_trace_is_refused_with_its_line_when_it_is_damaged(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_trace(written(tmp_path, text))
-    assert "--dataset-path" in str(caught.value)
+    assert f"the trace {tmp_path}" in str(caught.value)
 
 
 def test_trace_is_refused_when_it_is_not_there(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "bench"))
 
@@ -22,8 +22,8 @@ import gpu_prompts
 FOREVER = float("inf")
 
 
-class Recorder:
-    def record(self, step):
+class Capturer:
+    def capture(self, step):
         step()
         return lambda: None
 
@@ -31,7 +31,7 @@ class Recorder:
 def prompt_kernels(place):
     """Returns the kernels of attention by whether attend_runs is forced, sequences of a step, and tokens."""
     found = {}
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         seen = 0
         for row in gpu_prompts.prompt_rows(place, gpu_model.SMALL, FOREVER):
             names = {launch.kernel.__name__ for launch in launches[seen:] if launch.kernel.__name__.startswith("attend")}
@@ -46,7 +46,7 @@ def product_kernels():
     shapes, size, found = gpu_kernels.Shapes(torch.device("meta"), False), (6144, 4096), {}
     x, weight = shapes.random(256, 4096), gpu_products.make_weight("int4", size, shapes)
     for label, run in gpu_products.ways("int4", "qkv", x, size):
-        with noted_launches() as launches:
+        with collected_launches() as launches:
             run(weight)
         found[label] = [launch.kernel.__name__ for launch in launches]
     return found
@@ -54,13 +54,13 @@ def product_kernels():
 
 def main():
     for module in (gpu_model, gpu_profile, gpu_prompts):
-        module.stamped_recorder = lambda _: gpu_launches.StampedRecorder(Recorder(), time.perf_counter)
+        module.stamped_capturer = lambda _: gpu_launches.StampedCapturer(Capturer(), time.perf_counter)
     gpu_model.Place.is_tiny = False
     gpu_model.serving_variants, gpu_model.compile_all = lambda *_: [], lambda *_: []  # tested by themselves
     gpu_model.GpuStepExecutor.read_sampled = lambda *_: None
     with tempfile.TemporaryDirectory() as folder:
         place = gpu_model.Place("cuda", torch.device("meta"), 1.0, 1.0, Path(folder))
-        with torch.inference_mode(), noted_launches():
+        with torch.inference_mode(), collected_launches():
             decoded = list(gpu_model.decode_rows(place, gpu_model.LARGE, FOREVER, gpu_model.Options("int4")))
             adapted = list(gpu_model.adapter_rows(place, gpu_model.SMALL, FOREVER))
             profiled = list(gpu_profile.profile_rows(place, gpu_model.SMALL, FOREVER))

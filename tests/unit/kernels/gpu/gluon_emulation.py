@@ -14,7 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.language import constexpr
 
-from quire.kernels.triton.boxes import Boxes
+from quire.kernels.triton.tma_tensor import TmaTensor
 
 _COLUMNS = 64
 _WAIT_S = 20.0
@@ -143,7 +143,7 @@ class GluonEmulation:
             name: Pointer(value) if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
         }
         for name, boxes in launch.arguments.items():
-            if isinstance(boxes, Boxes):
+            if isinstance(boxes, TmaTensor):
                 arguments[name] = types.SimpleNamespace(dtype=boxes.tensor.dtype, matrix=boxes.tensor.view(boxes.shape))
         self._num_programs = launch.grid[0]
         for self._program in range(*launch.grid):

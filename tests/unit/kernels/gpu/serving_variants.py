@@ -27,10 +27,10 @@ from quire.contracts.model_spec import AttentionSpec, GateClamp, LayerSpec, MlpS
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton import attention, launching
 from quire.kernels.triton.bound import BoundLauncher, compiled_of
-from quire.kernels.triton.last_token_buffer import keep_ids_launch
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.cache_keys import hash_callees
+from quire.kernels.triton.last_token_buffer import scatter_ids_launch
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.precompile import variant_of
-from quire.kernels.triton.settled_key import settle_key
 from quire.kernels.triton.tile_table import active_table
 from quire.kernels.triton.variant import AbsentDriver, compile_variant
 from quire.kv.device_pool import DeviceKvPool
@@ -48,9 +48,9 @@ from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
-from quire.worker.device.precompile import Order, Precompilation, compile_all
+from quire.worker.device.precompile import CompileJob, Precompilation, compile_all
 from quire.worker.device.variants import (
-    NotRecording,
+    NotCapturing,
     ServedHead,
     ServedModel,
     head_variants,
@@ -141,9 +141,9 @@ def missing_variants(model, kv_dtype, sizes):
 def missing_of(decoder, kv, sizes, found):
     """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
-    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
+    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(capturer)) for capturer in (None, NotCapturing())]
     rng = np.random.default_rng(5)
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         for _ in range(30):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
             samplings = steppers[0].samplings
@@ -163,7 +163,7 @@ def pass_variants(head, kv, sizes):
     cache = DraftCache(DeviceKvPool(kv, 5, META))
     chains = HeadChains(head, GpuStepExecutor(head, cache.pool, sizes, StepGraphs()), cache, sizes)
     rng = np.random.default_rng(6)
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         for _ in range(30):
             has_trees, step = bool(rng.integers(2)), random_step(rng, sizes)
             most = 30 if has_trees else sizes.max_model_len  # tokens of a level
@@ -265,7 +265,7 @@ def compile_ahead(folder):
     for name, method in (("first", "int8"), ("second", "int8"), ("other", "fp8")):
         path, _ = write(folder / name, "qwen3", method, torch_dtype="bfloat16")
         spec = read_model_spec(path)
-        order = Order(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, active_table())
+        order = CompileJob(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, active_table())
         if name == "other":
             subprocess.Popen = FailingProcess
         ahead = Precompilation(order, open_parameters(path, spec))
@@ -296,7 +296,7 @@ def bind_launches():
     decoder = meta_decoder(plain_models()["plain"], SIZES.max_model_len)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 64, "bfloat16"), 1, META)
     executor = GpuStepExecutor(decoder, pool, SIZES, StepGraphs())
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         for count in (1, 100):
             executor.launch(full_step(count, 1, count, executor.padding_slot), "plain", BlockTableUpdates([]))
     active = AbsentDriver(90)
@@ -317,7 +317,7 @@ def bind_launches():
 
 def keep_launch():
     kinds = (40, torch.int64), (5, torch.int64), (5, torch.int32)
-    return keep_ids_launch(*(torch.zeros(count, dtype=dtype) for count, dtype in kinds))
+    return scatter_ids_launch(*(torch.zeros(count, dtype=dtype) for count, dtype in kinds))
 
 
 def print_keys(order):
@@ -328,7 +328,7 @@ def print_keys(order):
     functions = {name: part for name, part in parts if isinstance(part, triton.JITFunction)}
     keys = {}
     for name in sorted(functions, reverse=order == "backward"):
-        settle_key(functions[name])
+        hash_callees(functions[name])
         keys[name] = functions[name].cache_key
     print(json.dumps(keys))
 

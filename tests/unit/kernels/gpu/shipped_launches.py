@@ -22,15 +22,15 @@ from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.fused_quantized import multiply_codes_launch
+from quire.kernels.triton.fused_linear import Epilogue, fused_linear_launch
+from quire.kernels.triton.fused_quantized import fused_quantized_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
-from quire.kernels.triton.hopper_linear import many_launches
+from quire.kernels.triton.hopper_linear import large_batch_launches
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
-from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
-from quire.kernels.triton.launching import Launch, noted_launches
-from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
+from quire.kernels.triton.last_token_buffer import gather_inputs_launches, scatter_ids_launch
+from quire.kernels.triton.launching import Launch, collected_launches
+from quire.kernels.triton.linear import dequantize_launch, in_order_launches, multiply_launches
 from quire.kernels.triton.logprobs import LOGPROB_WIDTH, logprob_launches
 from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
@@ -44,7 +44,7 @@ from quire.kernels.triton.rotated_codes import PACKED, width_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
-from quire.kernels.triton.tiles import ManyTile
+from quire.kernels.triton.tiles import LargeBatchTile
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -84,7 +84,7 @@ def attention_launches(
     device_step = DeviceAttentionMetadata.of(step, META)
     out = meta(*q.shape[:2], attention.value_size if latent is None else latent.kv_rank, dtype=dtype)
     slopes = meta(heads[0], dtype=torch.float32) if attention.alibi_slopes else None
-    table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, prompt_tile),)})
+    table = TileTable("any", "9.0", {"attention-prefill-hopper": (TileRule({}, prompt_tile),)})
     with using(table.over(active_table())):
         return attend_launches(out, q, KvCache(*cache), device_step, attention, sinks, is_in_order, slopes)
 
@@ -176,7 +176,7 @@ def expert_weights(dtype, scale_rows, inner, width):
 def expert_launch(index, num_tokens, dtype=BF16, scale_rows=1, is_in_order=False, extra=None, inner=768, width=2048):
     x, weights = meta(num_tokens, width), expert_weights(dtype, scale_rows, inner, width)
     out, logits, spec = meta(num_tokens, width), meta(num_tokens, 128), MoeSpec(128, 8, MlpSpec(inner, "silu"))
-    with noted_launches():  # of routes that adapters read
+    with collected_launches():  # of routes that adapters read
         return expert_launches(out, x, logits, spec, *weights, is_in_order, extra)[index]
 
 
@@ -191,7 +191,7 @@ def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
     """Of q, k and v, or of the gate and up of 128 experts."""
     numbers, flags = meta(num_tokens, dtype=I32), meta(num_adapters, dtype=I32)
     outputs, count, num_slots = ((768, 768), 128, 8) if has_experts else ((4096, 512, 512), 1, 1)
-    with noted_launches() as launches:
+    with collected_launches() as launches:
         groups = group_rows(numbers, num_adapters)
         if has_experts:
             launches.clear()
@@ -231,15 +231,15 @@ def linear_launch(dtype, num_tokens, index=0, **options):
     return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
-def many_launch(num_tokens, tile, has_offset=False, run=128, base=-8, dtype=BF16):
+def large_batch_launch(num_tokens, tile, has_offset=False, run=128, base=-8, dtype=BF16):
     weight = replace(quantized_weight(torch.uint8, has_offset=has_offset), run=run, base=base)
     out, x = (meta(num_tokens, size, dtype=dtype) for size in weight.shape)
-    return many_launches(out, x, weight, ManyTile(*tile))[0]
+    return large_batch_launches(out, x, weight, LargeBatchTile(*tile))[0]
 
 
 def dequantize(dtype, ids=None):
     weight = quantized_weight(dtype, has_offset=dtype == torch.uint8)
-    return widen_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
+    return dequantize_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
 
 
 def dense_launch(num_tokens, dtype=BF16, shape=(12288, 4096), index=0):
@@ -260,7 +260,7 @@ def few_launch(num_tokens, shape, has_norm, dtype=BF16, **epilogue):
     norm = Norm(NormSpec("rms", 1e-6), meta(num_columns, dtype=dtype)) if has_norm else None
     found = Epilogue(**epilogue)
     out = meta(num_tokens, num_rows // 2 if found.is_gated else num_rows, dtype=dtype)
-    return multiply_few_launch(out, meta(num_tokens, num_columns, dtype=dtype), meta(*shape, dtype=dtype), norm, found)
+    return fused_linear_launch(out, meta(num_tokens, num_columns, dtype=dtype), meta(*shape, dtype=dtype), norm, found)
 
 
 def codes_launch(num_tokens, dtype, shape, has_norm, x_dtype=BF16, scale_rows=1, **epilogue):
@@ -269,7 +269,7 @@ def codes_launch(num_tokens, dtype, shape, has_norm, x_dtype=BF16, scale_rows=1,
     norm = Norm(NormSpec("rms", 1e-6), meta(num_columns, dtype=x_dtype)) if has_norm else None
     found = Epilogue(**epilogue)
     out = meta(num_tokens, num_rows // 2 if found.is_gated else num_rows, dtype=x_dtype)
-    return multiply_codes_launch(out, meta(num_tokens, num_columns, dtype=x_dtype), weight, norm, found)
+    return fused_quantized_launch(out, meta(num_tokens, num_columns, dtype=x_dtype), weight, norm, found)
 
 
 def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, block_size=64, **spec):
@@ -293,8 +293,8 @@ def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, blo
 def feedback_launch(index):
     ids, rows = meta(64, dtype=I64), meta(64, dtype=I32)
     tables, last = meta(257, 640, dtype=I32), meta(257, dtype=I64)
-    launches = take_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
-    return [*launches, keep_ids_launch(last, ids, rows)][index]
+    launches = gather_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
+    return [*launches, scatter_ids_launch(last, ids, rows)][index]
 
 
 def move_launch(kv_dtype=BF16):
@@ -508,12 +508,12 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-8": lambda: linear_launch(torch.int8, 1),
     "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
     "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
-    "linear-many": lambda: many_launch(2048, (256, 3)),
-    "linear-many-offset": lambda: many_launch(65, (128, 4), has_offset=True),
-    "linear-many-f16": lambda: many_launch(100, (64, 6), run=64, dtype=torch.float16),
-    "linear-many-floats": lambda: many_launch(256, (256, 6), run=32, base=None),
-    "widen-4": lambda: dequantize(torch.uint8),
-    "widen-fp8-rows": lambda: dequantize(FP8, meta(64, dtype=I64)),
+    "linear-large-batch": lambda: large_batch_launch(2048, (256, 3)),
+    "linear-large-batch-offset": lambda: large_batch_launch(65, (128, 4), has_offset=True),
+    "linear-large-batch-f16": lambda: large_batch_launch(100, (64, 6), run=64, dtype=torch.float16),
+    "linear-large-batch-floats": lambda: large_batch_launch(256, (256, 6), run=32, base=None),
+    "dequantize-4": lambda: dequantize(torch.uint8),
+    "dequantize-fp8-rows": lambda: dequantize(FP8, meta(64, dtype=I64)),
     "dense-1": lambda: dense_launch(1),
     "dense-32": lambda: dense_launch(32),
     "dense-64": lambda: dense_launch(64),

@@ -154,7 +154,7 @@ def test_trees_sinks_and_sums_in_order_stay_with_our_kernels(install, device):
         attend(q, cache, plain, spec)
 
 
-def test_recorded_steps_are_refused_by_libraries_that_plan_on_the_host(install):
+def test_captured_steps_are_refused_by_libraries_that_plan_on_the_host(install):
     install("flashinfer")
     spec = AttentionSpec(4, 2, 64, 0.1)
     lengths, tables = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from quire.kernels.triton import settled_key
+from quire.kernels.triton import cache_keys
 from quire.kernels.triton.bound import BoundLauncher, _Attribute, _Config
 from quire.kernels.triton.launching import Launch
 from quire.worker.device.faults import is_out_of_memory
@@ -172,7 +172,7 @@ def test_what_is_compiled_elsewhere_is_waited_for_once():
 
 
 def test_a_thread_launches_no_kernel_whose_key_another_one_has_not_settled_yet(monkeypatch):
-    monkeypatch.setattr(settled_key, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(cache_keys, "INTERPRETED", SimpleNamespace(value=False))
     asked = []
 
     class Slow:
@@ -184,13 +184,13 @@ def test_a_thread_launches_no_kernel_whose_key_another_one_has_not_settled_yet(m
         def cache_key(self):
             asked.append(self)
             if len(asked) == 1:
-                other = Thread(target=settled_key.settle_key, args=(self,))
+                other = Thread(target=cache_keys.hash_callees, args=(self,))
                 other.start()
                 other.join()
 
-    settled_key.settle_key(kernel := Slow())
+    cache_keys.hash_callees(kernel := Slow())
     assert asked == [kernel, kernel]
-    settled_key.settle_key(kernel)
+    cache_keys.hash_callees(kernel)
     assert asked == [kernel, kernel]
 
 

@@ -68,9 +68,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from quire.kernels.triton.compile_server import _SMALL
-from quire.worker.device.precompile import Order, Precompilation
+from quire.worker.device.precompile import CompileJob, Precompilation
 
-class Many(Order):
+class Many(CompileJob):
     def model(self, parameters):
         return SimpleNamespace(kinds=list)
 

@@ -174,11 +174,11 @@ def test_adapters_leave_the_device_while_the_engine_sleeps(adapted):
 
 
 @pytest.mark.slow
-def test_steps_with_adapters_are_among_those_that_the_memory_plan_records(device):
+def test_steps_with_adapters_are_among_those_that_the_memory_plan_captures(device):
     stepper, graphs = make_stepper(device, 2, adapters=DeviceAdapters(SPEC, 1, 4, device))
     plain, _ = make_stepper(device, 2)
     assert len(stepper.keys) == 2 * len(plain.keys)
-    stepper.record_samples()
+    stepper.capture_samples()
     for kind in {type(key) for key in graphs.keys}:
         assert {key.has_adapters for key in graphs.keys if isinstance(key, kind)} == {False, True}
 
@@ -219,7 +219,7 @@ def test_layers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
     loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
     prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
     found = []
-    # Compiling and recording further steps, which others here test, would take most of the time.
+    # Compiling and capturing further steps, which others here test, would take most of the time.
     for device, more in ((DEVICE, {"enforce_eager": True, **options}), ("cpu", {})):
         sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 9}
         llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=has_experts, **OPTIONS, **sizes, **more)

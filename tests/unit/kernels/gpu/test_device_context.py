@@ -22,14 +22,14 @@ from quire.worker import context_parallel, parallel_launch
 from quire.worker import memory as worker_memory
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import GraphGrid, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, StepGraphs
 from quire.worker.device.launched_step import Kept, StepSizes
 from tests.device_ranks import DeviceRankThreads, gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
-from tests.unit.kernels.gpu.test_recorded_prompts import LogRecorder, ids_of, mixed_step, noted
+from tests.unit.kernels.gpu.test_captured_prompts import LogCapturer, ids_of, mixed_step, noted
 from tests.unit.kernels.gpu.test_tensor_parallel_decoder import parameters_of, spec_of
 from tests.unit.kernels.gpu.test_tensor_parallel_engine import COMMON, OPTIONS, outputs_of, tokens_of
 from tests.unit.speculate.proposers import PROPOSERS, install
@@ -68,13 +68,13 @@ def tables_of(size):
     return tables
 
 
-def found_by(decoder, pool, size, steps, recorder=None):
+def found_by(decoder, pool, size, steps, capturer=None):
     """Return the logits of decode steps, and the hidden states of the others."""
     tables, lengths, found = tables_of(size), [0, 0, 0], []
     changes = BlockTableUpdates([(line, 0, tuple(table.tolist())) for line, table in enumerate(tables)])
-    stepper = GpuStepExecutor(decoder, pool, SIZES, StepGraphs(recorder))
-    if recorder is not None:
-        recorder.stepper = stepper
+    stepper = GpuStepExecutor(decoder, pool, SIZES, StepGraphs(capturer))
+    if capturer is not None:
+        capturer.stepper = stepper
     with torch.inference_mode():
         for new in steps:
             if None in new.values():
@@ -120,21 +120,21 @@ def cases(quick, steps, *names):
 @pytest.mark.parametrize(
     ("name", "size", "dtype", "is_in_order", "steps"), cases(QUICK_STEPS, STEPS, "qwen3", "latent", "gpt-oss", "gemma", "olmo")
 )
-def test_recorded_and_other_steps_are_those_of_one_rank_when_ranks_share_the_tokens(
+def test_captured_and_other_steps_are_those_of_one_rank_when_ranks_share_the_tokens(
     name, size, dtype, is_in_order, steps, device, monkeypatch
 ):
     spec = short(name)
     expected = on_one(spec, device, size, dtype, is_in_order, steps)
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1,) * size, 128, device, is_in_order, context_size=size)
     pools = ranks.pools(BLOCK, dtype, BLOCKS_PER_RANK + 1, device)
-    recorders = [LogRecorder(monkeypatch) for _ in range(size)]
+    capturers = [LogCapturer(monkeypatch) for _ in range(size)]
     for each in ranks.communicators:
         each.all_gather = partial(noted, each.all_gather)
-    for found in ranks.call(lambda decoder, rank: found_by(decoder, pools[rank], size, steps, recorders[rank])):
+    for found in ranks.call(lambda decoder, rank: found_by(decoder, pools[rank], size, steps, capturers[rank])):
         check(expected, found, is_in_order)
     decoded = [len(new) for new in steps if set(new.values()) == {1}]
     num_kinds = len({1 << (count - 1).bit_length() for count in decoded})
-    assert {(each.num_recorded, each.num_replayed) for each in recorders} == {(num_kinds, len(decoded) - num_kinds)}
+    assert {(each.num_captured, each.num_replayed) for each in capturers} == {(num_kinds, len(decoded) - num_kinds)}
     ranks.close()
 
 
@@ -181,12 +181,12 @@ def test_the_tokens_of_experts_are_counted_once_when_ranks_share_the_tokens(loss
     ranks.close()
 
 
-def test_deterministic_steps_are_recorded_while_their_results_are_few():
+def test_deterministic_steps_are_captured_while_their_results_are_few():
     attention = short("latent").layers[0].attention
     num_bytes = 4 * 2 * attention.num_heads * attention.latent.kv_rank * 2048 // CHUNK
-    found = device_context.ContextRanks(SimpleNamespace(size=2), 0).most_recorded([short("latent")] * 2, 2048)
-    assert found == device_context.RECORDED_BYTES // num_bytes
-    assert GraphGrid(0).keys == []
+    found = device_context.ContextRanks(SimpleNamespace(size=2), 0).most_captured([short("latent")] * 2, 2048)
+    assert found == device_context.CAPTURED_BYTES // num_bytes
+    assert CaptureSizes(0).keys == []
 
 
 def test_every_token_of_runs_is_divided_once():

@@ -16,7 +16,7 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.engine.scheduling import check_invariants
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
@@ -308,13 +308,13 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
         return launched
 
     monkeypatch.setattr(engine.runner, "launch", noted)
-    with noted_launches():
+    with collected_launches():
         llm.generate(PROMPTS[:1], KINDS[:1], use_tqdm=False)
     assert set(allowed) == {(False, 1)}
     assert len(allowed) < 7
     allowed.clear()
     engine.use_speculator(engine.speculator.with_proposer(None))
-    with noted_launches():
+    with collected_launches():
         llm.generate(PROMPTS[:1], replace(KINDS[0], max_tokens=3), use_tqdm=False)
     assert [allows_next for allows_next, _ in allowed] == [True] * 3
     assert [count for _, count in allowed] == [1, 2, 2]

@@ -6,6 +6,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from quire.engine.scheduling import check_invariants
 from quire.worker.device.drafters import load_drafter
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
-from tests.unit.kernels.gpu.test_recorded_prompts import LogRecorder
+from tests.unit.kernels.gpu.test_captured_prompts import LogCapturer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "speculate"))
 import head_checkpoints as heads
@@ -190,21 +191,36 @@ def test_a_draft_model_drafts_on_the_device_what_it_drafts_on_the_cpu(model, oth
     expect_same_drafts(model, other, "draft_model", PROMPTS, list(params))
 
 
-@pytest.mark.skipif(HAS_GPU, reason="a GPU records by itself")
-@pytest.mark.parametrize("method", ["eagle3", *slow(("draft_model",), ("mtp",))])
-def test_recorded_steps_draft_what_those_launched_one_by_one_draft(drafted, other, tmp_path, monkeypatch, method):
-    recorder = LogRecorder(monkeypatch)
+@pytest.mark.parametrize("failing", ["drafters.DeviceKvPool", "build.build_speculator"])
+def test_nothing_is_compiled_any_more_when_a_start_with_a_draft_model_fails(model, other, monkeypatch, failing):
+    def fail(*_):
+        raise ConfigError("a reason")
 
-    def load_recording(target):
-        drafter = load_drafter(target._replace(recorder=recorder))
-        recorder.stepper = drafter.executors[0]
-        recorder.more = [drafter.model.inputs] if method in HEADS else []
+    ended, place = [], "quire.worker.device."
+    for module in ("build", "drafters"):
+        compilation = SimpleNamespace(stop=lambda module=module: ended.append(module))
+        monkeypatch.setattr(f"{place}{module}.compile_ahead", lambda *_, compilation=compilation: compilation)
+    monkeypatch.setattr(place + failing, fail)
+    with pytest.raises(ConfigError, match="a reason"):
+        drafting(model, other, "draft_model")
+    assert ended == ["build", "drafters"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU captures by itself")
+@pytest.mark.parametrize("method", ["eagle3", *slow(("draft_model",), ("mtp",))])
+def test_captured_steps_draft_what_those_launched_one_by_one_draft(drafted, other, tmp_path, monkeypatch, method):
+    capturer = LogCapturer(monkeypatch)
+
+    def load_capturing(target):
+        drafter = load_drafter(target._replace(capturer=capturer))
+        capturer.stepper = drafter.executors[0]
+        capturer.more = [drafter.model.inputs] if method in HEADS else []
         return drafter
 
-    monkeypatch.setattr("quire.worker.device.build.load_drafter", load_recording)
+    monkeypatch.setattr("quire.worker.device.build.load_drafter", load_capturing)
     folder = other if method == "draft_model" else HEADS[method](tmp_path / method)
     expect_same_drafts(drafted(method), folder, method, PROMPTS, [GREEDY, CUT, GREEDY])
-    assert recorder.num_replayed > recorder.num_recorded > 1
+    assert capturer.num_replayed > capturer.num_captured > 1
 
 
 OWN = [

@@ -1,5 +1,5 @@
 """Where the tensors of a step are, on a device without memory: nothing that a kernel or an operation gets is on the host, and
-what is recorded as a CUDA graph copies nothing from the host or to it, and waits for nothing.
+what is captured as a CUDA graph copies nothing from the host or to it, and waits for nothing.
 
 In the interpreter host and device are the same, so that nothing else would find it without a GPU. Reading numbers of a device
 without memory is an error.
@@ -33,7 +33,7 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.staging import Readback
-from quire.worker.device.variants import NotRecording, ServedModel, meta_decoder
+from quire.worker.device.variants import NotCapturing, ServedModel, meta_decoder
 from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS
 
 META = torch.device("meta")
@@ -76,15 +76,15 @@ class NoNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class StrictRecorder(NotRecording):
-    """Checks what is recorded."""
+class StrictCapturer(NotCapturing):
+    """Checks what is captured."""
 
-    num_recorded = 0
+    num_captured = 0
 
-    def record(self, step):
+    def capture(self, step):
         with NoNumbers(), NothingFromHost():
             step()
-        self.num_recorded += 1
+        self.num_captured += 1
         return step
 
 
@@ -105,8 +105,8 @@ def launches(monkeypatch):
 @pytest.mark.covering
 @pytest.mark.parametrize("name", ["qwen3", "olmo", "gpt", "experts"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("recorder", [None, StrictRecorder()], ids=["one-by-one", "recorded"])
-def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches):
+@pytest.mark.parametrize("capturer", [None, StrictCapturer()], ids=["one-by-one", "captured"])
+def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, capturer, launches):
     scaled = {"embed_scale": 3.0, "is_embed_scale_cast": True, "final_softcap": 9.0}
     positions = 64 if name == "gpt" else 0
     spec = ModelSpec("test", "bfloat16", 61, 48, tuple(MODELS[name]), RMS, 64, num_learned_positions=positions, **scaled)
@@ -115,11 +115,11 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
         stepper = GpuStepExecutor(
-            decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64, has_processors=True), StepGraphs(recorder)
+            decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64, has_processors=True), StepGraphs(capturer)
         )
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
-        stepper.record_largest()
+        stepper.capture_largest()
         changes = BlockTableUpdates([(0, 0, (1, 2))], ((0, 1),))
         for sampling in SAMPLINGS[:-1]:
             for num_tokens, kept in ((3, Kept()), (3, Kept(True, True)), (3, Kept(True)), (9, Kept(True))):
@@ -133,8 +133,8 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     assert len(launches) > 100
 
 
-def record(spec, lossy=None, has_adapters=False, **options):
-    """Record a step with prompts and a decode step of a model."""
+def capture(spec, lossy=None, has_adapters=False, **options):
+    """Capture a step with prompts and a decode step of a model."""
     parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=META) for name, shape in parameter_shapes(spec).items()}
     decoder = meta_decoder(ServedModel(spec, parameters, **options), 64)
     if lossy is not None:
@@ -142,17 +142,17 @@ def record(spec, lossy=None, has_adapters=False, **options):
     cached = decoder.spec if decoder.ranks is None else decoder.ranks.shard.cached_spec
     kv = KvSpec.on_device(cached, 64, "bfloat16", "shares" not in options)
     adapters = DeviceAdapters(spec, 2, 8, META, has_experts=True) if has_adapters else None
-    recorder, sizes = StrictRecorder(), StepSizes(4, 64, 64, has_processors=True)
-    stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 2, META, 1, 1), sizes, StepGraphs(recorder), None, adapters)
-    keys = [key._replace(has_adapters=has_adapters) for key in (*stepper.prompts.keys[:1], *stepper.grid.keys[:1])]
+    capturer, sizes = StrictCapturer(), StepSizes(4, 64, 64, has_processors=True)
+    stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 2, META, 1, 1), sizes, StepGraphs(capturer), None, adapters)
+    keys = [key._replace(has_adapters=has_adapters) for key in (*stepper.prompts.keys[:1], *stepper.capture_sizes.keys[:1])]
     with torch.inference_mode():
         for key in keys:
-            stepper.record(key)
-    assert recorder.num_recorded == len(keys) > 0
+            stepper.capture(key)
+    assert capturer.num_captured == len(keys) > 0
 
 
 TWO_RANKS, LOSSY = {"shares": (1.0, 1.0)}, LossyRouting(1.2, 1e-3, 0.1)
-RECORDED = [
+CAPTURED = [
     *((name, {}) for name in MODELS),
     *((name, {"has_adapters": True}) for name in ("experts", "latent")),
     *((name, TWO_RANKS | {"has_homes": has_homes}) for name in ("qwen3", "experts") for has_homes in (False, True)),
@@ -167,11 +167,11 @@ QUICK = ("qwen3", "experts")
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(
-    ("name", "options"), [each if each[0] in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in RECORDED]
+    ("name", "options"), [each if each[0] in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in CAPTURED]
 )
-def test_recorded_steps_copy_nothing_from_the_host_and_do_not_wait(name, options):
+def test_captured_steps_copy_nothing_from_the_host_and_do_not_wait(name, options):
     spec = ModelSpec("test", "bfloat16", 61, 48, tuple(MODELS[name]), RMS, 64)
-    record(spec, **options)
+    capture(spec, **options)
 
 
 ODD = ("gemma3n", "qwen3-next", "zamba2", "mamba", "lfm2", "minimax-m3", "mimo-v2-flash", "deepseek-v32", "bloom", "laguna")
@@ -181,9 +181,9 @@ ODD = ("gemma3n", "qwen3-next", "zamba2", "mamba", "lfm2", "minimax-m3", "mimo-v
 @pytest.mark.slow
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("case", ODD)
-def test_recorded_steps_of_odd_models_do_neither(case, tmp_path):
+def test_captured_steps_of_odd_models_do_neither(case, tmp_path):
     make = pytest.importorskip("tests.golden.make_checkpoints").make_checkpoint
-    record(replace(read_model_spec(make(case, tmp_path / case)), dtype="bfloat16"))
+    capture(replace(read_model_spec(make(case, tmp_path / case)), dtype="bfloat16"))
 
 
 def test_logits_are_changed_on_the_device_when_a_request_changes_them():
@@ -213,6 +213,6 @@ def test_logits_are_changed_on_the_device_when_a_request_changes_them():
         lambda: torch.rand(3, device=META),
     ],
 )
-def test_what_a_recording_may_not_do_is_found(step):
+def test_what_a_capture_may_not_do_is_found(step):
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
-        StrictRecorder().record(step)
+        StrictCapturer().capture(step)

@@ -11,7 +11,7 @@ from quire.base.errors import DeviceLostError
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.last_token_buffer import gather_inputs_launches, scatter_ids_launch
 from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
@@ -152,7 +152,7 @@ def test_full_steps_store_nothing_when_memory_is_measured(device):
     for cache in stepper.kv_pool.caches:
         cache.k.fill_(0.5), cache.v.fill_(0.5)
     stepper.run_full(7, 3, 64)
-    stepper.record(stepper.grid.keys[0])
+    stepper.capture(stepper.capture_sizes.keys[0])
     assert bool((whole_pool(stepper) == 0.5).all())
 
 
@@ -178,11 +178,11 @@ def test_tokens_tables_and_last_tokens_are_taken_by_line_when_there_are_more_tha
     all_tables = torch.randint(0, 99, (6, width), generator=generator, dtype=torch.int32)
     ids, lines = torch.full((num_tokens,), -7), torch.full((2, width), -7, dtype=torch.int32)
     moved = [part.to(device) for part in (ids, lines, given, rows, torch.tensor([4, 1], dtype=torch.int32), last, all_tables)]
-    run_all(take_inputs_launches(*moved))
+    run_all(gather_inputs_launches(*moved))
     assert torch.equal(moved[0].cpu(), torch.where(given < 0, last[rows.long()], given))
     assert torch.equal(moved[1].cpu(), all_tables[[4, 1]])
     tokens = torch.tensor([8, -1, 9], device=device)
-    keep_ids_launch(moved[5], tokens, torch.tensor([5, 2, 0], dtype=torch.int32, device=device)).run()
+    scatter_ids_launch(moved[5], tokens, torch.tensor([5, 2, 0], dtype=torch.int32, device=device)).run()
     assert moved[5].tolist() == [9, 101, 102, 103, 104, 8]  # where there is no token, the old one stays
 
 

@@ -15,7 +15,7 @@ from quire.kernels.triton import tiles
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.device_traits import HOPPER, DeviceTraits, device_traits, using_traits
 from quire.kernels.triton.float8 import suits_float8
-from quire.kernels.triton.linear import multiply, widen
+from quire.kernels.triton.linear import dequantize, multiply
 from quire.kernels.triton.moe import mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_float8
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -46,13 +46,13 @@ def test_what_gpus_have_follows_from_their_capability():
 
 
 def test_tiles_are_smaller_where_there_is_less_shared_memory_or_another_matrix_instruction(traits):
-    long = tiles.long_attention_tile(256, torch.bfloat16, torch.bfloat16)
+    long = tiles.prefill_attention_tile(256, torch.bfloat16, torch.bfloat16)
     experts = tiles.expert_tile(8, 128, torch.bfloat16)
     with using_traits(DeviceTraits.of_arch(90)):
-        assert tiles.long_attention_tile(256, torch.bfloat16, torch.bfloat16).rows == 2 * long.rows
+        assert tiles.prefill_attention_tile(256, torch.bfloat16, torch.bfloat16).rows == 2 * long.rows
         assert tiles.expert_tile(8, 128, torch.bfloat16).num_stages == experts.num_stages + 1
     with using_traits(DeviceTraits.of_arch(80)):
-        assert tiles.long_attention_tile(256, torch.bfloat16, torch.bfloat16) == long
+        assert tiles.prefill_attention_tile(256, torch.bfloat16, torch.bfloat16) == long
         assert tiles.expert_tile(8, 128, torch.bfloat16).num_stages == experts.num_stages + 1
 
 
@@ -76,7 +76,7 @@ def test_every_float8_code_has_the_same_value_on_every_gpu(traits, device):
     codes = all_codes()
     weight = pack_float8(codes.to(device), torch.ones(4, 1, device=device), (1, 64))
     assert weight.readable_codes.dtype == (FLOAT8 if traits.has_float8 else torch.uint8)
-    found, expected = widen(weight, torch.float32).cpu(), codes.float()
+    found, expected = dequantize(weight, torch.float32).cpu(), codes.float()
     if traits.has_float8:  # the interpreter makes numbers of NaN
         found = torch.where(expected.isnan(), expected, found)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -75,12 +75,12 @@ def test_a_step_has_more_tokens_than_a_sequence(tmp_path, planned, address_check
     memory, launched = planned
     before = address_check.num_launches.copy()
     llm = start(write_checkpoint(tmp_path / "model", "qwen3", **SMALL))
-    assert memory.num_runs == 3  # a full step, and recorded ones: of every sort, and some once more
+    assert memory.num_runs == 3  # a full step, and captured ones: of every sort, and some once more
     expect_within_tables(launched, 1)
     found = address_check.num_launches - before
     assert found["attend_runs"] > 0
-    assert found["attend_projected"] > 0  # recorded steps of decoding have layers of five launches
-    assert found["multiply_few"] > 0
+    assert found["attend_projected"] > 0  # captured steps of decoding have layers of five launches
+    assert found["fused_linear"] > 0
     assert len(llm.generate([[5, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 2
     llm.close()
 

@@ -146,6 +146,6 @@ def test_sections_of_whole_models_run_at_their_real_sizes_without_memory():
         assert kernels == ["attend_prompts" if name in chosen else "attend_runs"]
     assert {label: kernels[0] for label, kernels in found["products"].items()} == {
         "dequantised in the kernel": "multiply_packed",
-        "dequantised, cuBLAS": "widen_rows",
+        "dequantised, cuBLAS": "dequantize_rows",
         **{f"dequantised in registers, {tokens}": "multiply_dequantised" for tokens in (64, 128, 256)},
     }

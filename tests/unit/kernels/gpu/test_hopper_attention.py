@@ -10,7 +10,7 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import hopper_attention, hopper_attention_kernels
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.hopper_attention import attend_prompts_launch, runs_on
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 from tests.unit.kernels.gpu import gluon_emulation
@@ -25,7 +25,7 @@ GROUPS = [(2, 2), (4, 2), (3, 1), (8, 1)]
 def table(**tile):
     """Return the table in use, by which the kernel is chosen."""
     rule = TileRule({}, {"is_specialized": True, "keys": 128, "num_stages": 2, "takes_turns": False, **tile})
-    return TileTable("any", "9.0", {"attention-prompts": (rule,)}).over(active_table())
+    return TileTable("any", "9.0", {"attention-prefill-hopper": (rule,)}).over(active_table())
 
 
 def spec_of(heads, head_dim, **options):
@@ -120,7 +120,7 @@ def test_only_a_gpu_that_it_is_for_runs_it(device):
     spec = spec_of((2, 1), 64)
     case = make_case([100], [100], spec, 64, BF16)
     step = DeviceAttentionMetadata.of(case.step, device)
-    with using(table()), noted_launches() as launches:
+    with using(table()), collected_launches() as launches:
         attend(case.q.to(device), KvCache(case.k_cache.to(device), case.v_cache.to(device)), step, spec)
     expected = "attend_prompts" if runs_on(device) else "attend_runs"
     assert [launch.kernel.fn.__name__ for launch in launches] == [expected]

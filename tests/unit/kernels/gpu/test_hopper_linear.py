@@ -8,19 +8,19 @@ import torch
 from quire.base.errors import ConfigError
 from quire.kernels.triton import hopper_linear, hopper_linear_kernels
 from quire.kernels.triton.hopper_attention import runs_on
-from quire.kernels.triton.hopper_linear import many_launches, tile_of
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.hopper_linear import large_batch_launches, tile_of
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_integers
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
-from quire.kernels.triton.tiles import ManyTile
+from quire.kernels.triton.tiles import LargeBatchTile
 from quire.model.device_linear import DeviceLinear
 from tests.unit.kernels.gpu.gluon_emulation import GluonEmulation
 from tests.unit.kernels.gpu.test_triton_linear import on
 
 BF16 = torch.bfloat16
 RULE = TileRule({}, {"is_specialized": True, "tokens": 64, "num_stages": 3})
-CHOOSING = TileTable("any", "9.0", {"linear-many": (RULE,)}).over(active_table())
-ONE_STAGE = TileTable("any", "9.0", {"linear-many": (TileRule({}, {**RULE.tile, "num_stages": 1}),)})
+CHOOSING = TileTable("any", "9.0", {"linear-large-batch": (RULE,)}).over(active_table())
+ONE_STAGE = TileTable("any", "9.0", {"linear-large-batch": (TileRule({}, {**RULE.tile, "num_stages": 1}),)})
 
 
 def weight_of(kind, num_rows, num_columns, group):
@@ -50,7 +50,7 @@ def check(x, weight_and_dense, device, tile=(64, 3), bias=None):
     place = device if runs_on(device) else torch.device("cpu")
     out = torch.full((len(x), weight.shape[0]), torch.nan, dtype=x.dtype, device=place)
     moved = None if bias is None else bias.to(place)
-    launches = many_launches(out, x.to(place), on(place, weight), ManyTile(*tile), moved)
+    launches = large_batch_launches(out, x.to(place), on(place, weight), LargeBatchTile(*tile), moved)
     for launch in launches:
         if runs_on(device):
             launch.run()
@@ -90,14 +90,14 @@ def test_it_is_used_only_where_the_table_says_so_and_it_computes_such_products(m
     (weight, _), x = weight_of("symmetric", 64, 256, 64), inputs(300, 256)
     assert tile_of(x, weight) is None  # in the shipped table: it has not run on a GPU
     bytes = pack_integers(torch.ones(64, 256, dtype=torch.int8), torch.ones(64, 2), limits=(-128, 127))
-    with using(ONE_STAGE), pytest.raises(ConfigError, match="num_stages of linear-many is 1"):
+    with using(ONE_STAGE), pytest.raises(ConfigError, match="num_stages of linear-large-batch is 1"):
         tile_of(x, weight)
     with using(CHOOSING):
-        assert tile_of(x[:65], weight) == ManyTile(64, 3)
+        assert tile_of(x[:65], weight) == LargeBatchTile(64, 3)
         for others in ((x[:64], weight), (x.float(), weight), (inputs(65, 512)[:, :256], weight), (x, bytes)):
             assert tile_of(*others) is None
         assert tile_of(inputs(65, 128), weight_of("symmetric", 64, 128, 128)[0]) is None
         for is_in_order in (False, True):
-            with noted_launches() as launches:
+            with collected_launches() as launches:
                 DeviceLinear((on(device, weight),), None, is_in_order)(x.to(device))
             assert (launches[0].kernel.fn.__name__ == "multiply_dequantised") is not is_in_order

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank whose collectives are part of recorded steps: NCCL of one rank on a GPU, gloo of one without."""
+"""A tensor-parallel rank whose collectives are part of captured steps: NCCL of one rank on a GPU, gloo of one without."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from quire.model.parameters import parameter_shapes
 from quire.parallel.communicator import CountingCommunicator
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.graphs import CudaGraphCapturer, StepGraphs
 from quire.worker.device.launched_step import StepSizes
-from quire.worker.device.variants import NotRecording
+from quire.worker.device.variants import NotCapturing
 from quire.worker.step_executor import StepTokens
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS
@@ -36,15 +36,15 @@ def communicator(device):
     found.close()
 
 
-def make_executor(spec, device, is_in_order, communicator, is_recorded):
+def make_executor(spec, device, is_in_order, communicator, is_captured):
     generator = torch.Generator().manual_seed(0)
     parameters = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(spec).items()}
     shard = DeviceShard.of(spec, 0, (1.0,), is_in_order)
     ranks = None if communicator is None else DeviceRanks(communicator, shard)
     decoder = DeviceDecoder(spec, parameters, 64, device, None, is_in_order, ranks)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 16, "float32"), 6, device)
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else NotRecording()
-    return GpuStepExecutor(decoder, pool, StepSizes(2, 16, 64), StepGraphs(recorder if is_recorded else None))
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" else NotCapturing()
+    return GpuStepExecutor(decoder, pool, StepSizes(2, 16, 64), StepGraphs(capturer if is_captured else None))
 
 
 def step_of(executor, token_ids, starts, ends):
@@ -69,11 +69,11 @@ def run(executor):
 
 
 @pytest.mark.parametrize("is_in_order", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_recorded_steps_with_collectives_give_the_logits_of_steps_without(device, communicator, is_in_order):
+def test_captured_steps_with_collectives_give_the_logits_of_steps_without(device, communicator, is_in_order):
     layers = tuple(MODELS["qwen3"])
     spec = ModelSpec("test", "float32", 61, 48, layers, RMS, 64)
-    expected = run(make_executor(spec, device, is_in_order, None, is_recorded=False))
-    found = run(make_executor(spec, device, is_in_order, communicator, is_recorded=True))
+    expected = run(make_executor(spec, device, is_in_order, None, is_captured=False))
+    found = run(make_executor(spec, device, is_in_order, communicator, is_captured=True))
     assert communicator.counts["all_gather"].num_calls > 0
     for (logits, tokens), (expected_logits, expected_tokens) in zip(found, expected, strict=True):
         assert torch.equal(logits, expected_logits)

@@ -19,7 +19,7 @@ LAUNCHING = {
     "multiply_float8",
     "multiply_in_order",
 }
-LAUNCHING |= {"normalize", "place_heads", "quantize", "sample_rows", "widen"}
+LAUNCHING |= {"normalize", "place_heads", "quantize", "sample_rows", "dequantize"}
 """Functions that launch kernels on the tensors that they get."""
 
 
@@ -77,11 +77,11 @@ def test_engines_of_tests_compile_nothing_ahead_and_share_what_they_compile(monk
         monkeypatch.setattr(module, "Precompilation", lambda *_: started.append(_))
         monkeypatch.setattr(module, "arch_of", lambda device: 90)
     if not HAS_GPU:  # else it is so already
-        drafters.compile_ahead(device, drafters.Order(*[None] * 10), {})
+        drafters.compile_ahead(device, drafters.CompileJob(*[None] * 10), {})
         assert len(started) == 1
         started.clear()
     compile_when_launched(monkeypatch)
-    assert drafters.compile_ahead(device, drafters.Order(*[None] * 10), {}) is None
+    assert drafters.compile_ahead(device, drafters.CompileJob(*[None] * 10), {}) is None
     assert build.compile_ahead(device, None, None, None, {}) is None
     assert started == []
     environment = {}

@@ -19,7 +19,7 @@ from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import variants
 from quire.worker.device.launched_step import StepSizes
-from quire.worker.device.precompile import Order, Precompilation, _fingerprint
+from quire.worker.device.precompile import CompileJob, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.quantized_checkpoints import SIZES, write
@@ -38,7 +38,7 @@ RESERVED = {
     "num_ctas",
     "instrumentation_mode",
 }
-QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
+QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "dequantize_rows"}
 SHORT = ("attend_chunks", "attend_projected")
 
 
@@ -139,7 +139,7 @@ def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_
 
 def order_of(path, spec, table):
     kv, sizes = KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16)
-    return Order(path, spec, None, False, kv, sizes, 90, table)
+    return CompileJob(path, spec, None, False, kv, sizes, 90, table)
 
 
 def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_launched_with(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_laun
     path = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, torch_dtype="bfloat16")
     spec = read_model_spec(path)
     tuned = TileRule({}, {"keys": 32, "num_warps": 8, "num_stages": 1})
-    table = TileTable("tuned", "9.0", {"attention-short": (tuned,)}).over(active_table())
+    table = TileTable("tuned", "9.0", {"attention-decode": (tuned,)}).over(active_table())
     orders = [order_of(path, spec, chosen) for chosen in (active_table(), table)]
     shipped, found = ({num_warps for kernel, num_warps in order.variants() if kernel in SHORT} for order in orders)
     assert shipped == {4}

@@ -12,7 +12,7 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.contracts.sparse_spec import BlockIndexerSpec
 from quire.kernels.reference.attention import AttentionMetadata
-from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.launching import collected_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model import device_decoder, device_experts
@@ -322,7 +322,7 @@ def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
     tables = torch.empty(num_tokens, 4, dtype=torch.int32, device="meta")
     pool = DeviceKvPool(KvSpec.on_device(decoder.spec, 16, "float32"), 4, torch.device("meta"))
     ids = torch.empty(num_tokens, dtype=torch.int64, device="meta")
-    with torch.inference_mode(), noted_launches() as launches:
+    with torch.inference_mode(), collected_launches() as launches:
         hidden = decoder.forward(ids, ids, DeviceAttentionMetadata.of_decode(*places, tables, 64), pool)
         decoder.logits(hidden)
     return launches, calls

@@ -49,6 +49,7 @@ PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 MIXED = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (1,)}
 TREES = {"suffix_decoding_use_tree_spec": True, "adaptive": False}
+CHECKED = "tests.unit.kernels.gpu.checked_worker"
 COMMON = {"ignore_eos": True, "detokenize": False, "seed": 5}
 
 
@@ -320,7 +321,8 @@ def test_a_launchers_processes_give_the_tokens_of_the_cpu_share_pages_and_end_wi
     expected = tokens_of(one, prompts, greedy(2))
     one.close()
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{options!r})"
+    code = f"from {CHECKED} import install\ninstall()\nfrom quire import LLM\n"
+    code += f"LLM({str(qwen)!r}, tensor_parallel_size=2, **{options!r})"
     environment = environment_with_quire() | told | {"RANK": "1", "LOCAL_RANK": "1"}
     worker = subprocess.Popen([sys.executable, "-c", code], env=environment)
     for name, value in (told | {"RANK": "0", "LOCAL_RANK": "0"}).items():
@@ -335,7 +337,8 @@ def test_a_launchers_processes_give_the_tokens_of_the_cpu_share_pages_and_end_wi
     assert worker.wait(timeout=60) == 0
 
 
-def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen):
+def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.build.WORKER_MODULE", CHECKED)
     one = engine(qwen, device="cpu")
     expected = tokens_of(one, PROMPTS[:1], greedy(2))
     one.close()
@@ -347,7 +350,7 @@ def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen
     began_s = time.monotonic()
     with pytest.raises(DeviceLostError, match=rf"pipeline stage 0 \(layers 0 to 0\): rank 1 .*{pid}.*SIGKILL"):
         ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 30
     ranks.close()
     assert executor.frames == {}  # and no CUDA graph is left, for which NCCL would wait
 

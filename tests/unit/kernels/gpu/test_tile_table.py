@@ -8,6 +8,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.bench.tuning import Limits, TuningCase, choose_cases, tune, tune_device, tuning_cases
+from quire.cli.tune import KERNELS
 from quire.kernels.triton import tile_table, tiles
 from quire.kernels.triton.compiling import CompiledKernel
 from quire.kernels.triton.device_traits import DeviceTraits, using_traits
@@ -42,17 +43,17 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
     for dtype in (torch.float32, BF16, torch.float16):
         for head_dim in (16, 64, 80, 128, 192, 256):
             for kv_dtype in (dtype, torch.int8, FP8):
-                assert tiles.long_attention_tile(head_dim, dtype, kv_dtype).keys >= 16
+                assert tiles.prefill_attention_tile(head_dim, dtype, kv_dtype).keys >= 16
                 assert tiles.prompt_tile(head_dim, dtype, kv_dtype) == (128, 2, False)
                 for group in (1, 3, 7, 8, 32):
-                    tile = tiles.short_attention_tile(head_dim, group, dtype, kv_dtype)
+                    tile = tiles.decode_attention_tile(head_dim, group, dtype, kv_dtype)
                     assert tiles.CHUNK % tile.keys == 0
         for count in (1, 16, 17, 10**6):
             assert tiles.linear_tile(count, dtype, 100, False).tokens >= 16
-            assert tiles.many_tile(count, dtype, 100) is None  # has not run on a GPU
+            assert tiles.large_batch_tile(count, dtype, 100) is None  # has not run on a GPU
             assert tiles.expert_tile(count, 8, dtype).pairs >= 16
             assert tiles.float8_tile(count).tokens >= 16
-            assert tiles.codes_tile(count, 100, 64, True, False).rows >= 4
+            assert tiles.fused_quantized_tile(count, 100, 64, True, False).rows >= 4
 
 
 def test_the_first_rule_that_holds_counts():
@@ -90,8 +91,8 @@ def test_a_device_without_a_table_gets_the_shipped_one():
     "text, message",
     [
         ("{", "cannot be read"),
-        ('{"version": 2}', "version 2"),
-        ('{"version": 1, "tables": [{"device": "d"}]}', "another form"),
+        ('{"version": 1}', "version 1"),
+        ('{"version": 2, "tables": [{"device": "d"}]}', "another form"),
         (json.dumps(TileTable("d", "9.0", {"k": (TileRule({}, {"x": "a"}),)}).to_json()), "not whole"),
         (json.dumps(linear_table(16, "NVIDIA L4").to_json()), "is for NVIDIA L4, not for NVIDIA H200"),
     ],
@@ -156,7 +157,7 @@ def test_tuning_leaves_out_tiles_that_do_not_compile_or_run_and_saves_what_it_ha
 
 
 def test_tuning_compares_the_product_for_hopper_with_what_is_used_otherwise(device):
-    for case in (case for case in tuning_cases(device, is_tiny=True) if case.kernel == "linear-many"):
+    for case in (case for case in tuning_cases(device, is_tiny=True) if case.kernel == "linear-large-batch"):
         for launch in case.make():
             launch.run()
         assert all(tile["is_specialized"] for tile in case.candidates)
@@ -171,15 +172,16 @@ def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():
 
 
 def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
-    kernels = ("linear", "codes", "float8", "experts", "few", "attention-few")
+    kernels = ("linear", "fused-quantized", "float8", "experts", "fused-linear", "fused-attention")
     cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in kernels]
     base = read_tables(tile_table.SHIPPED)[0]
     times = iter(range(10**6, 0, -1))
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
+    assert set(table.rules) == set(KERNELS)
     assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 8, 2, 4, 3, 1]
-    for kernel in ("linear", "codes", "few", "attention-few"):
+    for kernel in ("linear", "fused-quantized", "fused-linear", "fused-attention"):
         run_all(next(case for case in cases if case.kernel == kernel).make())
 
 
@@ -213,7 +215,7 @@ def test_what_a_gpu_does_not_compile_is_not_tuned_on_it(arch, device):
     with using_traits(DeviceTraits.of_arch(arch)):
         cases = tuning_cases(device, is_tiny=True)
         launches = [launch for case in cases if case.kernel.startswith("attention") for launch in case.make()]
-    assert not {"float8", "attention-prompts", "linear-many"} & {case.kernel for case in cases}
+    assert not {"float8", "attention-prefill-hopper", "linear-large-batch"} & {case.kernel for case in cases}
     dtypes = {value.dtype for launch in launches for value in launch.arguments.values() if isinstance(value, torch.Tensor)}
     assert torch.int8 in dtypes
     assert FP8 not in dtypes

@@ -5,13 +5,10 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.adding import add_parts_launch
+from tests.unit.kernels.gpu.test_triton_layers import random
 
 F16 = pytest.param(torch.float16, marks=pytest.mark.slow, id="f16")
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16"), F16])
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def sum_of(parts):

@@ -185,12 +185,12 @@ OTHER_LIMITS = {
     "linear-8-offset": (128, {"HGMMA": 8, "wide_copies": 4}),
     "linear-4-4096": (255, {"HGMMA": 8, "wide_copies": 16}),
     "linear-add": (40, {}),
-    "linear-many": (168, {"HGMMA": 32, "UTMALDG": 4}),
-    "linear-many-offset": (168, {"HGMMA": 32, "UTMALDG": 4}),
-    "linear-many-f16": (168, {"HGMMA": 16, "UTMALDG": 4}),
-    "linear-many-floats": (168, {"HGMMA": 8, "UTMALDG": 4}),
-    "widen-4": (40, {}),
-    "widen-fp8-rows": (40, {}),
+    "linear-large-batch": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-large-batch-offset": (168, {"HGMMA": 32, "UTMALDG": 4}),
+    "linear-large-batch-f16": (168, {"HGMMA": 16, "UTMALDG": 4}),
+    "linear-large-batch-floats": (168, {"HGMMA": 8, "UTMALDG": 4}),
+    "dequantize-4": (40, {}),
+    "dequantize-fp8-rows": (40, {}),
     "dense-1": (48, {"HGMMA": 4, "wide_copies": 16}),
     "dense-32": (56, {"HGMMA": 4, "wide_copies": 16}),
     "dense-64": (80, {"HGMMA": 4, "wide_copies": 16}),
@@ -271,12 +271,12 @@ EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")}
     "few-down-large-16": 16,
     "few-f32-16": 8,
 }
-# Scales are loaded with the codes of one token; codes for matrix units are only prefetched.
+# Scales are loaded with the codes of one token; codes for tensor cores are only prefetched.
 EARLY_LOADS |= {name: 0 if "HMMA" in limits[1] else 16 for name, limits in FUSED_LIMITS.items() if name.startswith("codes")}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
-    "widen-4",
+    "dequantize-4",
     "parts-8",
 ]
 GROUPS = {
@@ -289,7 +289,7 @@ GROUPS = {
 UNFUSED = [
     name
     for name in LIMITS
-    if name.startswith(("sample-", "prefill", "decode-merge", "heads-", "widen-"))
+    if name.startswith(("sample-", "prefill", "decode-merge", "heads-", "dequantize-"))
     and not name.startswith("prefill-specialized")
     and not name.endswith(("-f32", "-in-order", "-split", "-sinks"))
 ]
@@ -300,7 +300,7 @@ UNFUSED = [
 OTHER_ARCHS = (80, 86, 89, 120)
 DIFFERING = [
     *("prefill", "prefill-int8", "prefill-d256-window", "prefill-d256-in-order", "moe-gate-up-256", "moe-clamped-4096"),
-    *("moe-fp8-4096", "linear-fp8-64", "linear-4-offset-64", "widen-fp8-rows"),
+    *("moe-fp8-4096", "linear-fp8-64", "linear-4-offset-64", "dequantize-fp8-rows"),
 ]
 MOST_STACK_BYTES = 32
 """The assembler may keep what a loop does not need in memory, to have twice as many programs at a time."""
@@ -308,9 +308,9 @@ MOST_STACK_BYTES = 32
 
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
-    if name.startswith("linear-many"):
+    if name.startswith("linear-large-batch"):
         return (90,)
-    of_weights = name.startswith(("linear", "widen", "moe", "codes"))
+    of_weights = name.startswith(("linear", "dequantize", "moe", "codes"))
     return OTHER_ARCHS[2:] if "float8" in name or ("fp8" in name and not of_weights) else OTHER_ARCHS
 
 
@@ -351,7 +351,7 @@ def exceeded(found):
         most["FFMA"] = 0
     if name.startswith(("linear", "dense")):  # sums that threads share have an order that depends on the tile
         most["SHFL"] = 0
-    if name.startswith("linear-many"):  # where the assembler lets products go on only one after the other it waits for each
+    if name.startswith("linear-large-batch"):  # it waits for each product where the assembler does not let several run
         most["WARPGROUP.DEPBAR"] = 4
     over = [f"{name}: {key} {found[key]} > {limit}" for key, limit in most.items() if found.get(key, 0) > limit]
     return over + [f"{name}: {key} {found.get(key, 0)} < {limit}" for key, limit in least.items() if found.get(key, 0) < limit]
@@ -397,17 +397,17 @@ def test_every_launch_has_limits():
 def test_what_the_steps_of_a_model_launch_compiles_without_spills():
     found = compiled("step_launches", "plain", "fp8", "int4", "in-order", "ranks", "in-order-ranks")
     usual = {
-        "_take_ids",
-        "_take_tables",
+        "_gather_ids",
+        "_gather_tables",
         "_place_heads",
         "attend_runs",
         "attend_chunks",
         "merge_items",
         "choose_rows",
-        "_keep_ids",
+        "_scatter_ids",
         "_move_rows",
     }
-    of_weights = {"_add_parts", "multiply_packed", "multiply_few_codes", "widen_rows", "add_splits", "multiply_dense"}
+    of_weights = {"_add_parts", "multiply_packed", "fused_quantized_gemv", "dequantize_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
     over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
     assert over == []
@@ -459,7 +459,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 9"}
     assert {row.get("what") for row in found["ranks"]} == {None, "tensor parallel", "context parallel"}
     assert {row.get("adapters") for row in found["adapters"]} == {0, 1, 2, None}
-    assert [row["is_forced"] for row in found["recorded-prompts"] if "is_forced" in row] == [False, True]
+    assert [row["is_forced"] for row in found["captured-prompts"] if "is_forced" in row] == [False, True]
     assert 1.5 < found["drafts"][0]["tokens_per_step"] <= 3
     assert found["libraries"][-2]["library"] == "own"
     for goal in GOALS:  # reads what sections write

@@ -8,7 +8,7 @@ from quire.base.errors import InvariantError
 from quire.kernels.triton import float8
 from quire.kernels.triton.device_traits import HOPPER, using_traits
 from quire.kernels.triton.float8 import float8_launches, multiply_float8, quantize, suits_float8
-from quire.kernels.triton.launching import noted_launches, run_all
+from quire.kernels.triton.launching import collected_launches, run_all
 from quire.kernels.triton.linear import multiply
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.tile_table import TileRule, TileTable, using
@@ -17,7 +17,7 @@ from tests.unit.kernels.gpu.conftest import HAS_GPU
 
 FP8 = torch.float8_e4m3fn
 F32_TOLERANCE = 1e-3 if HAS_GPU else 2e-5
-"""Of the largest sum: Hopper's matrix unit for float8 adds with about 14 bits, and lost up to 2.5e-4 of it."""
+"""Of the largest sum: Hopper's tensor core for float8 adds with about 14 bits, and lost up to 2.5e-4 of it."""
 
 
 def spread(values, group_size):
@@ -90,7 +90,7 @@ def test_products_of_wide_tiles_and_of_parts_of_sums_are_those_of_the_rounded_ro
 
 
 def rounded_sums(a, b, d, make_handle):
-    """Return a product of tiles as Hopper's matrix unit forms it: parts of a sum lose all bits 13 below the largest of them."""
+    """Return a product of tiles as Hopper's tensor core forms it: parts of a sum lose all bits 13 below the largest of them."""
     products = a.data.astype(np.float64)[:, :, None] * b.data.astype(np.float64)[None]
     total = d.data.astype(np.float64)
     for first in range(0, products.shape[1], 32):
@@ -155,7 +155,7 @@ def test_what_is_compiled_ahead_are_the_products_that_the_cuda_of_torch_lacks(cu
     float8.multiplies_blocks.cache_clear()
     weight, _ = make_weight(128, 512, (128, 128), "meta")
     x = torch.empty(float8.LIBRARY_FROM, 512, dtype=torch.bfloat16, device="meta")
-    with using_traits(HOPPER), noted_launches() as launches:
+    with using_traits(HOPPER), collected_launches() as launches:
         multiply_float8(x, weight)
     float8.multiplies_blocks.cache_clear()
     assert ("multiply_quantized" in [launch.kernel.fn.__name__ for launch in launches]) == is_own

@@ -15,13 +15,13 @@ from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton import fused_attention
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, fused_linear_launch
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import Projections, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tiles import FewAttention
+from quire.kernels.triton.tiles import FusedAttentionTile
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_layers import reason_not_to_fuse
@@ -55,7 +55,7 @@ def test_products_are_those_of_torch_with_a_norm_before_and_a_gate_behind(num_to
     norm = None if norm_spec is None else Norm(norm_spec, draw(shape[1], dtype=dtype, seed=2).to(device))
     out = empty(num_tokens, shape[0] // 2, dtype=dtype, device=device)
     epilogue = Epilogue(activation="silu", is_gated=True)
-    multiply_few_launch(out, x.to(device), weight.to(device), norm, epilogue).run()
+    fused_linear_launch(out, x.to(device), weight.to(device), norm, epilogue).run()
     normed = x if norm is None else normalize(x, norm.spec, norm.weight.cpu())
     gate, up = F.linear(normed, weight).chunk(2, 1)
     expected = ACTIVATIONS["silu"](gate) * up
@@ -69,7 +69,7 @@ def test_the_residual_stream_gets_the_product_with_its_bias(dtype, scale, device
     x, weight, bias = draw(5, 200, dtype=dtype), draw(9, 200, dtype=dtype, seed=1) / 14, draw(9, dtype=dtype, seed=2)
     stream = draw(5, 9, dtype=dtype, seed=3)
     found = stream.clone().to(device)
-    multiply_few_launch(found, x.to(device), weight.to(device), None, Epilogue(bias.to(device), residual_scale=scale)).run()
+    fused_linear_launch(found, x.to(device), weight.to(device), None, Epilogue(bias.to(device), residual_scale=scale)).run()
     expected = stream + F.linear(x, weight, bias) * scale
     torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
@@ -78,7 +78,7 @@ def test_the_residual_stream_gets_the_product_with_its_bias(dtype, scale, device
 def test_a_block_without_a_gate_is_activated(activation, device):
     x, weight = draw(2, 70), draw(11, 70, seed=1) / 8
     out = empty(2, 11, dtype=torch.float32, device=device)
-    multiply_few_launch(out, x.to(device), weight.to(device), None, Epilogue(activation=activation)).run()
+    fused_linear_launch(out, x.to(device), weight.to(device), None, Epilogue(activation=activation)).run()
     torch.testing.assert_close(out.cpu(), ACTIVATIONS[activation](F.linear(x, weight)), atol=2e-5, rtol=2e-5)
 
 
@@ -89,7 +89,7 @@ def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(dtype, device):
 
     def product(rows):
         out = empty(len(rows), 22, dtype=dtype, device=device)
-        multiply_few_launch(out, rows, weight, norm).run()
+        fused_linear_launch(out, rows, weight, norm).run()
         return out
 
     for most, parts in ((8, (slice(3, 5), slice(1, 4), slice(2, 8))), (16, (slice(0, 9), slice(4, 15)))):
@@ -101,11 +101,11 @@ def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(dtype, device):
 def test_products_refuse_what_they_would_misread():
     x, weight = draw(17, 16), draw(4, 16)
     with pytest.raises(InvariantError, match=f"1 to {FEW_TOKENS}"):
-        multiply_few_launch(draw(17, 4), x, weight)
+        fused_linear_launch(draw(17, 4), x, weight)
     with pytest.raises(InvariantError, match="gate"):
-        multiply_few_launch(draw(1, 2), x[:1], weight, None, Epilogue(is_gated=True))
+        fused_linear_launch(draw(1, 2), x[:1], weight, None, Epilogue(is_gated=True))
     with pytest.raises(InvariantError, match="only RMSNorm"):
-        multiply_few_launch(draw(1, 4), x[:1], weight, Norm(NormSpec("layer", 1e-5), draw(16)))
+        fused_linear_launch(draw(1, 4), x[:1], weight, Norm(NormSpec("layer", 1e-5), draw(16)))
 
 
 def test_nothing_begins_before_its_predecessor_ends_where_kernels_are_interpreted():
@@ -171,7 +171,7 @@ def both_ways(spec, lengths, device, norm=None, kv_dtype=None, dtype=torch.float
 
 
 def set_chunk(monkeypatch, chunk):
-    monkeypatch.setattr(fused_attention, "few_attention", lambda num_kv_heads, head_dim: FewAttention(chunk, 2))
+    monkeypatch.setattr(fused_attention, "fused_attention_tile", lambda num_kv_heads, head_dim: FusedAttentionTile(chunk, 2))
 
 
 SPECS = {
@@ -323,14 +323,14 @@ def test_greedy_tokens_are_those_of_the_separate_launches(layers, device, names_
     num_fused = sum(layer.mlp_out is None for layer in layers)
     assert f"{num_fused} of {len(layers)} layers are 5 launches each" in decoder.fusion
     fused = logits_of_steps(decoder, device, 2, 3)
-    assert names_of_launches.count("multiply_few") == 4 * num_fused * 3
+    assert names_of_launches.count("fused_linear") == 4 * num_fused * 3
     assert names_of_launches.count("attend_projected") == num_fused * 3
     if num_fused == len(layers):
         assert len(names_of_launches) == (5 * num_fused + 1) * 3
     decoder.is_fused = False
     names_of_launches.clear()
     separate = logits_of_steps(decoder, device, 2, 3)
-    assert "multiply_few" not in names_of_launches
+    assert "fused_linear" not in names_of_launches
     for (mine, my_tokens), (its, its_tokens) in zip(fused, separate, strict=True):
         torch.testing.assert_close(mine, its, atol=3e-5, rtol=3e-5)
         assert my_tokens == its_tokens
@@ -339,4 +339,4 @@ def test_greedy_tokens_are_those_of_the_separate_launches(layers, device, names_
 def test_steps_of_more_sequences_than_few_take_the_separate_launches(device, names_of_launches):
     logits_of_steps(make_decoder((QWEN,), device), device, FEW_TOKENS + 1, 1)
     assert names_of_launches
-    assert "multiply_few" not in names_of_launches
+    assert "fused_linear" not in names_of_launches

@@ -12,9 +12,9 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelS
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.norm import normalize
 from quire.kernels.triton.fused_linear import Epilogue
-from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch, reason_not_to_fuse_codes
+from quire.kernels.triton.fused_quantized import MOST_TOKENS, fused_quantized_launch, reason_not_to_fuse_weight
 from quire.kernels.triton.launching import Launch
-from quire.kernels.triton.linear import widen
+from quire.kernels.triton.linear import dequantize
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -23,6 +23,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from tests.unit.kernels.gpu.test_triton_fused import GEMMA, RMS, TOLERANCES, draw
+from tests.unit.kernels.gpu.test_triton_linear import on
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -63,11 +64,6 @@ WEIGHTS = {
 }
 
 
-def on(device, weight):
-    parts = {name: getattr(weight, name) for name in ("codes", "scales", "offsets")}
-    return replace(weight, **{name: None if part is None else part.to(device) for name, part in parts.items()})
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -79,9 +75,9 @@ def test_products_are_those_of_torch_with_a_norm_before_and_a_gate_behind(num_to
     norm = None if norm_spec is None else Norm(norm_spec, draw(shape[1], dtype=dtype, seed=2).to(device))
     out = torch.full((num_tokens, shape[0] // 2), torch.nan, dtype=dtype, device=device)
     epilogue = Epilogue(activation="silu", is_gated=True)
-    multiply_codes_launch(out, x.to(device), on(device, packed), norm, epilogue).run()
+    fused_quantized_launch(out, x.to(device), on(device, packed), norm, epilogue).run()
     normed = x if norm is None else normalize(x, norm.spec, norm.weight.cpu())
-    gate, up = F.linear(normed.float(), widen(on(device, packed), torch.float32).cpu()).to(dtype).chunk(2, 1)
+    gate, up = F.linear(normed.float(), dequantize(on(device, packed), torch.float32).cpu()).to(dtype).chunk(2, 1)
     expected = ACTIVATIONS["silu"](gate) * up
     size = expected.abs().max().item()
     torch.testing.assert_close(out.cpu(), expected, atol=TOLERANCES[dtype] * size, rtol=TOLERANCES[dtype])
@@ -93,8 +89,8 @@ def test_the_residual_stream_gets_the_product_with_its_bias(num_tokens, scale, d
     x, weight, bias = draw(num_tokens, 192), four_bits(9, 192, 32), draw(9, seed=2)
     stream = draw(num_tokens, 9, seed=3).bfloat16()
     found, bias, x = stream.clone().to(device), bias.bfloat16().to(device), x.bfloat16().to(device)
-    multiply_codes_launch(found, x, on(device, weight), None, Epilogue(bias, residual_scale=scale)).run()
-    product = F.linear(x.float().cpu(), widen(on(device, weight), torch.float32).cpu())
+    fused_quantized_launch(found, x, on(device, weight), None, Epilogue(bias, residual_scale=scale)).run()
+    product = F.linear(x.float().cpu(), dequantize(on(device, weight), torch.float32).cpu())
     expected = stream + (product + bias.cpu().float()).bfloat16() * scale
     torch.testing.assert_close(found.cpu(), expected, atol=5e-2, rtol=3e-2)
 
@@ -105,7 +101,7 @@ def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(device):
 
     def product(rows):
         out = torch.empty(len(rows), 24, dtype=torch.bfloat16, device=device)
-        multiply_codes_launch(out, rows, weight, norm).run()
+        fused_quantized_launch(out, rows, weight, norm).run()
         return out
 
     all_rows = product(x)
@@ -117,14 +113,14 @@ def test_products_refuse_what_they_would_misread():
     x, weight = draw(9, 64, dtype=torch.bfloat16), four_bits(4, 64, 32)
     out = draw(9, 4, dtype=torch.bfloat16)
     with pytest.raises(InvariantError, match=f"1 to {MOST_TOKENS}"):
-        multiply_codes_launch(out, x, weight)
+        fused_quantized_launch(out, x, weight)
     with pytest.raises(InvariantError, match="gate"):
-        multiply_codes_launch(out[:1, :2], x[:1], weight, None, Epilogue(is_gated=True))
+        fused_quantized_launch(out[:1, :2], x[:1], weight, None, Epilogue(is_gated=True))
     with pytest.raises(InvariantError, match="in order"):
-        multiply_codes_launch(out[:1], x[:1], replace(weight, columns=torch.arange(64)))
-    assert "float32" in reason_not_to_fuse_codes(weight, torch.float32)
-    assert "reordered" in reason_not_to_fuse_codes(replace(weight, columns=torch.arange(64)), torch.bfloat16)
-    assert reason_not_to_fuse_codes(weight, torch.bfloat16) is None
+        fused_quantized_launch(out[:1], x[:1], replace(weight, columns=torch.arange(64)))
+    assert "float32" in reason_not_to_fuse_weight(weight, torch.float32)
+    assert "reordered" in reason_not_to_fuse_weight(replace(weight, columns=torch.arange(64)), torch.bfloat16)
+    assert reason_not_to_fuse_weight(weight, torch.bfloat16) is None
 
 
 LAYER = LayerSpec(
@@ -158,7 +154,7 @@ def test_layers_with_quantised_weights_are_five_launches_with_the_results_of_sep
     names, run = [], Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.fn.__name__), run(launch))[1])
     ids = draw(1, 3, seed=7).abs().mul(20).long() % 61
-    for num_sequences, kernel in ((1, "multiply_few_codes"), (3, "multiply_several_codes")):
+    for num_sequences, kernel in ((1, "fused_quantized_gemv"), (3, "fused_quantized_gemm")):
         names.clear()
         decoder.is_fused = True
         fused = logits_of_steps(decoder, device, num_sequences, ids)

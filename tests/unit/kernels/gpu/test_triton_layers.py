@@ -5,15 +5,15 @@ import torch
 
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import AttentionSpec, NormSpec, RopeSpec
+from quire.kernels.reference import norm as reference
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.attention import AttentionMetadata, store_kv
 from quire.kernels.reference.norm import normalize as normalize_ref
-from quire.kernels.reference.norm import unit_of
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kernels.triton import qk_rope_store
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, unit_rows
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, normalize_unweighted
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
@@ -65,9 +65,9 @@ def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_row_over_its_size_has_the_same_bits_alone_as_among_others(kind, device):
     x = random(7, 3, 300).bfloat16().to(device)[..., :256]
-    found = unit_rows(x, NormSpec(kind, 1e-5))
-    torch.testing.assert_close(found, unit_of(x, NormSpec(kind, 1e-5)))
-    assert torch.equal(unit_rows(x[4:5, 1:2], NormSpec(kind, 1e-5)), found[4:5, 1:2])
+    found = normalize_unweighted(x, NormSpec(kind, 1e-5))
+    torch.testing.assert_close(found, reference.normalize_unweighted(x, NormSpec(kind, 1e-5)))
+    assert torch.equal(normalize_unweighted(x[4:5, 1:2], NormSpec(kind, 1e-5)), found[4:5, 1:2])
 
 
 @DTYPES

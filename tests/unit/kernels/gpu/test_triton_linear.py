@@ -7,7 +7,7 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton import linear
-from quire.kernels.triton.linear import in_order_launches, multiply, multiply_in_order, widen
+from quire.kernels.triton.linear import dequantize, in_order_launches, multiply, multiply_in_order
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, join_rows, pack_float4, pack_float8, pack_integers
 
 
@@ -67,7 +67,7 @@ def test_floats_of_4_bits_take_half_a_byte_and_are_exact(dtype, device):
     weight = pack_float4(codes, scale)
     assert weight.codes.nbytes == 70 * 192 / 2
     assert weight.shape == (70, 192)
-    assert torch.equal(widen(on(device, weight), torch.float32).cpu().double(), dense)
+    assert torch.equal(dequantize(on(device, weight), torch.float32).cpu().double(), dense)
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
     check(x, dense, weight, device, bias=torch.linspace(-3, 3, 70).to(dtype))
 
@@ -123,9 +123,9 @@ def test_rows_are_widened_as_the_weight_says(low, high, num_groups, device):
     weight = on(device, pack_integers(codes, scale, offset))
     spread = [part.repeat_interleave(192 // num_groups, 1) for part in (scale, offset)]
     expected = codes.float() * spread[0] + spread[1]
-    assert torch.equal(widen(weight, torch.float32).cpu(), expected)
+    assert torch.equal(dequantize(weight, torch.float32).cpu(), expected)
     ids = torch.tensor([7, 0, 7, 3])
-    assert torch.equal(widen(weight, torch.bfloat16, ids.to(device)).cpu(), expected[ids].bfloat16())
+    assert torch.equal(dequantize(weight, torch.bfloat16, ids.to(device)).cpu(), expected[ids].bfloat16())
 
 
 def test_blocks_of_float8_may_end_before_their_scale_does(device):
@@ -134,7 +134,7 @@ def test_blocks_of_float8_may_end_before_their_scale_does(device):
     scale = torch.rand(2, 4, generator=generator) + 0.1
     dense = codes.float() * scale.repeat_interleave(64, 0)[:70].repeat_interleave(64, 1)[:, :200]
     weight = pack_float8(codes, scale, (64, 64))
-    assert torch.equal(widen(on(device, weight), torch.float32).cpu(), dense)
+    assert torch.equal(dequantize(on(device, weight), torch.float32).cpu(), dense)
     check(torch.randn(3, 200, generator=generator), dense, weight, device)
 
 
@@ -150,15 +150,15 @@ def test_columns_that_were_put_in_order_meet_their_inputs(device):
 def test_joined_weights_are_their_rows_one_after_the_other(device):
     parts = [pack_integers(*integers(rows, 64, 2, -8, 7, seed=rows)[: 2 + rows % 2], limits=(-8, 7)) for rows in (3, 16, 5)]
     joined = join_rows([on(device, part) for part in parts])
-    expected = torch.cat([widen(on(device, part), torch.float32) for part in parts])
-    assert torch.equal(widen(joined, torch.float32), expected)
+    expected = torch.cat([dequantize(on(device, part), torch.float32) for part in parts])
+    assert torch.equal(dequantize(joined, torch.float32), expected)
     assert join_rows([parts[0], pack_integers(*integers(4, 64, 1, -8, 7)[:2])]) is None
     codes = torch.ones(64, 64).to(torch.float8_e4m3fn)
     blocks = pack_float8(codes, torch.tensor([[1.0], [2.0]]), (32, 64))
     rows = pack_float8(codes, torch.full((64, 1), 3.0), (1, 64))
     assert join_rows([blocks, blocks]).scale_rows == 32
     mixed = join_rows([on(device, blocks), on(device, rows)])
-    assert widen(mixed, torch.float32)[:, 0].cpu().tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 64
+    assert dequantize(mixed, torch.float32)[:, 0].cpu().tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 64
 
 
 @pytest.mark.covering

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
-from quire.kernels.triton.launching import noted_launches
-from quire.kernels.triton.linear import widen
+from quire.kernels.triton.launching import collected_launches
+from quire.kernels.triton.linear import dequantize
 from quire.kernels.triton.lora import add_low_rank, expand, group_heads, group_pairs, group_rows, shrink
 from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_integers
@@ -105,7 +105,7 @@ def test_adapters_of_experts_give_what_merged_experts_give(kind, num_tokens, dev
         weights = [
             pack_integers(each, each.new_full((len(each), each.shape[1] // 32), 1).float() / 100, None) for each in codes
         ]
-        dense = [widen(each, torch.float32).view(shape) for each, shape in zip(weights, shapes, strict=True)]
+        dense = [dequantize(each, torch.float32).view(shape) for each, shape in zip(weights, shapes, strict=True)]
     count = num_adapters * spec.num_experts
     matrices = {
         "gate_up": sizes(device, torch.float32, rank, (32,) * num_parts, width, count),
@@ -167,7 +167,7 @@ def test_heads_of_latent_attention_get_what_a_merged_projection_gives(dtype, dev
 
 def test_the_heads_of_a_long_prompt_are_not_more_than_a_grid_may_have():
     pairs, a, b = (torch.empty(*shape, device="meta") for shape in ((1 << 20, 512), (128, 16, 512), (1, 512, 16)))
-    with noted_launches() as launches:
+    with collected_launches() as launches:
         groups = group_heads(torch.empty(1 << 13, dtype=torch.int32, device="meta"), 1, 128)
         expand(pairs, shrink(pairs, a, groups.by_head), b, groups.by_adapter)
     assert [launch for launch in launches if max(launch.grid[1:], default=1) >= 1 << 16] == []

@@ -14,7 +14,7 @@ from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
 from quire.kernels.triton.float8 import quantize
 from quire.kernels.triton.launching import run_all
-from quire.kernels.triton.linear import widen
+from quire.kernels.triton.linear import dequantize
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches, mixture_of_experts
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
@@ -158,7 +158,7 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
         )
         for weight in weights
     ]
-    dense = [widen(weight, torch.float32).cpu().view(spec.num_experts, 64, -1) for weight in moved]
+    dense = [dequantize(weight, torch.float32).cpu().view(spec.num_experts, 64, -1) for weight in moved]
     biases = make_biases(spec, 64) if spec.expert.has_bias else None
     expected = mixture_ref(x, spec, router, *dense, biases)
     logits = F.linear(x, router, None if biases is None else biases.router)
@@ -178,7 +178,7 @@ def test_many_tokens_are_rounded_for_float8_experts_before_or_after_they_are_sen
         scale = torch.rand(3 * 64 // 32, -(-columns // group_size), generator=generator)
         packed = pack_float8(codes, scale, (32, group_size))
         weights.append(dataclasses.replace(packed, codes=codes.to(device), scales=scale.to(device)))
-        dense.append(widen(weights[-1], torch.float32).cpu().view(3, 64, columns))
+        dense.append(dequantize(weights[-1], torch.float32).cpu().view(3, 64, columns))
     x, logits = (torch.randn(9, columns, generator=generator).bfloat16().to(device) for columns in (64, 3))
     routes = moe.route_pairs(logits, spec, x.dtype, ExpertExtras())
 

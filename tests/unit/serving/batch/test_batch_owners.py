@@ -34,7 +34,7 @@ async def enter(service, names, owner="ann"):
 
 
 async def settle(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -116,7 +116,7 @@ def test_batch_of_one_owner_ends_while_the_file_of_another_is_validated(monkeypa
 
     def slow_validate(file, endpoints, check):
         if b"slow" in file.read():
-            is_open.wait(10)
+            is_open.wait(60)
         file.seek(0)
         return of_module(file, endpoints, check)
 
@@ -125,7 +125,7 @@ def test_batch_of_one_owner_ends_while_the_file_of_another_is_validated(monkeypa
     async def go():
         async with service_of(None, Worker()) as service:
             slow = await enter(service, ["slow"])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 other = await ended(service, (await enter(service, ["a"], "bob")).id, "bob")
             is_open.set()
             return other, await ended(service, slow.id)

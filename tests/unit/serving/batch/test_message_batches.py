@@ -66,7 +66,7 @@ def client_of(transport, key="ann"):
 
 
 async def ended(client, batch_id):
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         found = await client.messages.batches.retrieve(batch_id)
         if found.processing_status == "ended":
@@ -116,7 +116,6 @@ def test_cancelled_batch_keeps_what_had_ended(tmp_path):
         made = await client.messages.batches.create(requests=requests)
         while not done:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)  # the answer is kept meanwhile
         cancelled = await client.messages.batches.cancel(made.id)
         found = await ended(client, made.id)
         with pytest.raises(anthropic.BadRequestError):

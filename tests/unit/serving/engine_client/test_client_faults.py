@@ -207,6 +207,7 @@ def test_request_fails_when_its_command_was_the_last_one_and_is_lost(monkeypatch
         supervisor.send = send
         with pytest.raises(ApiError, match="the request was lost"):  # a heartbeat tells
             await lost.next()
+        monkeypatch.undo()
         assert text_of(await read(client.submit(request("b")))) == counted(5)
 
     with_client(scenario)

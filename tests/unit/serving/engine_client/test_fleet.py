@@ -21,7 +21,7 @@ from quire.serving.errors import ApiError
 from tests.unit.serving.engine_client import fake_engine as fake
 
 COMMAND = (sys.executable, "-m", "tests.unit.serving.engine_client.fake_engine")
-LINK = {"command": COMMAND, "first_delay_s": 0.02, "log_level": "WARNING", "watchdog_timeout_s": 5.0}
+LINK = {"command": COMMAND, "first_delay_s": 0.02, "log_level": "WARNING", "watchdog_timeout_s": 60.0}
 
 
 def setups(*models, **environment):
@@ -45,7 +45,7 @@ async def read(subscription):
     return [token_id for delta in deltas for choice in delta.choices for token_id in choice.token_ids]
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come to pass"

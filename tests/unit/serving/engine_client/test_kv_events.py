@@ -115,12 +115,12 @@ def context():
     made.destroy(linger=0)
 
 
-def receive(socket, timeout_ms=10_000):
+def receive(socket, timeout_ms=30_000):
     assert socket.poll(timeout_ms), "nothing came"
     return socket.recv_multipart()
 
 
-def dealer_replay(context, endpoint, start, timeout_ms=10_000):
+def dealer_replay(context, endpoint, start, timeout_ms=30_000):
     """Return the (number, batch) that a replay has; the frames are those of a REQ socket."""
     socket = context.socket(zmq.DEALER)
     socket.connect(endpoint)

@@ -100,7 +100,7 @@ def test_response_continues_a_conversation_and_is_appended(how):
             response = events[-1].response
         else:
             response = await client.responses.create(**asked, **options)
-        for _ in range(200):
+        for _ in range(3000):
             if len(await texts_of(client, made.id)) == 4:
                 break
             await asyncio.sleep(0.01)

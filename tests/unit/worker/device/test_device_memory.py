@@ -12,10 +12,10 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from quire.model.parameters import parameter_shapes
 from quire.worker.device.memory import (
+    Captures,
     CudaMemory,
     DeviceUsage,
     MemoryBefore,
-    Recordings,
     estimate_memory,
     estimated_usage,
     float8_input_bytes,
@@ -71,8 +71,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def recordings(shared, piece, each, room=0, num_recordings=150):
-    """Return recorded steps: the first take `shared`, with `room` left for others; the driver takes memory in pieces."""
+def captures(shared, piece, each, room=0, num_graphs=150):
+    """Return captured steps: the first take `shared`, with `room` left for others; the driver takes memory in pieces."""
     left = room
 
     def copies(count):
@@ -84,15 +84,15 @@ def recordings(shared, piece, each, room=0, num_recordings=150):
             left += missing - each
         return taken
 
-    return Recordings(lambda: shared, copies, num_recordings)
+    return Captures(lambda: shared, copies, num_graphs)
 
 
 def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
     memory = FakeMemory(free=123 * GIB, total=141 * GIB, allocated=16 * GIB)
-    recorded = recordings(GIB, MIB, 12 * MIB, num_recordings=30)
-    usage = measure_usage(memory, MemoryBefore(139 * GIB, 0), lambda: 4 * GIB, recorded)
+    captured = captures(GIB, MIB, 12 * MIB, num_graphs=30)
+    usage = measure_usage(memory, MemoryBefore(139 * GIB, 0), lambda: 4 * GIB, captured)
     assert (usage.foreign_bytes, usage.weight_bytes) == (2 * GIB, 16 * GIB)
-    # Recorded steps have memory of their own: one for all, and each what its launches take.
+    # Captured steps have memory of their own: one for all, and each what its launches take.
     own = usage.activation_bytes - round(4 * GIB * 1.1) - GIB
     assert 30 * 12 * MIB < own < 30 * 14 * MIB + 128 * MIB
     plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960, 8192)
@@ -105,9 +105,9 @@ def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
 @pytest.mark.parametrize("piece", [1, 2 * MIB, 16 * MIB])
 @pytest.mark.parametrize("each", [MIB // 8, MIB, 3 * MIB, 13 * MIB])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
-def test_recorded_steps_get_what_they_take_and_little_more_when_the_driver_takes_memory_in_pieces(piece, each, share):
-    recorded = recordings(GIB, piece, each, int(piece * share))
-    usage = measure_usage(FakeMemory(80 * GIB, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: GIB, recorded)
+def test_captured_steps_get_what_they_take_and_little_more_when_the_driver_takes_memory_in_pieces(piece, each, share):
+    captured = captures(GIB, piece, each, int(piece * share))
+    usage = measure_usage(FakeMemory(80 * GIB, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: GIB, captured)
     own = usage.activation_bytes - round(1.1 * GIB) - GIB
     assert 150 * each <= own <= 150 * (each + 3 * MIB) + 128 * MIB
 
@@ -117,7 +117,7 @@ def test_recorded_steps_get_what_they_take_and_little_more_when_the_driver_takes
     [
         ((103, 141, 36), (119, 20), GIB, (22, 16, 1.1)),  # tensors that were there before the model are not counted twice
         ((122, 141, 16), (139, 0), GIB, (3, 16, 1.1)),  # nor has the pool what the first step takes beside tensors
-        ((0, 80, 0), (80, 0), 10 * GIB, (80, 0, 11)),  # nothing is kept for recorded steps when there are none
+        ((0, 80, 0), (80, 0), 10 * GIB, (80, 0, 11)),  # nothing is kept for captured steps when there are none
         ((0, 80, 0), (80, 0), MIB, (80, 0, SCRATCH_BYTES / GIB)),  # what measuring the device takes is
     ],
 )

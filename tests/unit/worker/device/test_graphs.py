@@ -1,4 +1,4 @@
-"""Which decode steps are recorded, when, and for how many sequences; without a GPU a list stands for its graphs."""
+"""Which decode steps are captured, when, and for how many sequences; without a GPU a list stands for its graphs."""
 
 import contextlib
 import logging
@@ -10,23 +10,23 @@ import torch
 
 from quire.kernels.native import load_native
 from quire.parallel.communicator import all_agree
-from quire.worker.device.graphs import CudaGraphRecorder, GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.graphs import CaptureSizes, CudaGraphCapturer, GraphKey, PromptCaptureSizes, PromptKey, StepGraphs
 from tests.ranks import SharedGroup, run_threads
 
 
-class Recorder:
-    """Records what a step appends to a log, and appends it again."""
+class Capturer:
+    """Captures what a step appends to a log, and appends it again."""
 
     def __init__(self, log):
         self.log = log
-        self.num_recorded = 0
+        self.num_captured = 0
 
-    def record(self, step):
+    def capture(self, step):
         before = len(self.log)
         step()
         launched = self.log[before:]
-        del self.log[before:]  # recording runs nothing
-        self.num_recorded += 1
+        del self.log[before:]  # capturing runs nothing
+        self.num_captured += 1
         return lambda: self.log.extend(launched)
 
 
@@ -34,35 +34,35 @@ KEY = GraphKey(4, "plain")
 DEVICE = torch.device("cuda", 0)
 
 
-def test_a_step_runs_once_and_is_recorded_after_that_when_its_kind_is_new():
+def test_a_step_runs_once_and_is_captured_after_that_when_its_kind_is_new():
     log = []
-    recorder = Recorder(log)
-    graphs = StepGraphs(recorder)
+    capturer = Capturer(log)
+    graphs = StepGraphs(capturer)
     for _ in range(3):
         graphs.run(KEY, lambda: log.append("step"))
     assert log == ["step"] * 3
-    assert recorder.num_recorded == graphs.num_recorded == 1
+    assert capturer.num_captured == graphs.num_captured == 1
     graphs.run(GraphKey(8, "plain"), lambda: log.append("other"))
     assert log[3:] == ["other"]
-    assert graphs.num_recorded == 2
+    assert graphs.num_captured == 2
 
 
-def test_every_step_is_launched_one_by_one_when_there_is_no_recorder():
+def test_every_step_is_launched_one_by_one_when_there_is_no_capturer():
     log = []
     graphs = StepGraphs()
     for number in range(3):
         graphs.run(KEY, lambda number=number: log.append(number))
     assert log == [0, 1, 2]
-    assert graphs.num_recorded == 0
+    assert graphs.num_captured == 0
 
 
 class Broken:
-    """Fails to record what a step appends to a log, but for steps of two lines."""
+    """Fails to capture what a step appends to a log, but for steps of two lines."""
 
     def __init__(self, log, error):
         self.log, self.error, self.num_tried = log, error, 0
 
-    def record(self, step):
+    def capture(self, step):
         before = len(self.log)
         self.num_tried += 1
         step()
@@ -81,43 +81,43 @@ EXHAUSTED = [
 
 
 @pytest.mark.parametrize("error", EXHAUSTED, ids=lambda error: type(error).__name__)
-def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_record_them(caplog, error):
+def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_capture_them(caplog, error):
     log = []
-    recorder = Broken(log, error)
-    graphs = StepGraphs(recorder)
+    capturer = Broken(log, error)
+    graphs = StepGraphs(capturer)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             graphs.run(KEY, lambda: log.append("step"))
             graphs.run(GraphKey(2, "cuts"), lambda: log.extend("ab"))
     assert log == ["step", "a", "b"] * 3
-    assert (recorder.num_tried, graphs.num_recorded) == (2, 1)
+    assert (capturer.num_tried, graphs.num_captured) == (2, 1)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "steps of 4 sequences" in message
     assert "lower gpu_memory_utilization" in message
 
 
-def test_steps_of_a_kind_go_on_one_by_one_when_they_cannot_be_recorded_and_the_log_says_why_once(caplog):
+def test_steps_of_a_kind_go_on_one_by_one_when_they_cannot_be_captured_and_the_log_says_why_once(caplog):
     log = []
-    recorder = Broken(log, RuntimeError("operation not permitted when stream is capturing"))
-    graphs = StepGraphs(recorder)
+    capturer = Broken(log, RuntimeError("operation not permitted when stream is capturing"))
+    graphs = StepGraphs(capturer)
     for _ in range(3):
         graphs.run(KEY, lambda: log.append("step"))
     assert log == ["step"] * 3
-    assert (recorder.num_tried, graphs.num_recorded) == (1, 0)
+    assert (capturer.num_tried, graphs.num_captured) == (1, 0)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert record.exc_info[1] is recorder.error
+    assert record.exc_info[1] is capturer.error
 
 
-class Unlaunchable(Recorder):
-    """What it records cannot be launched the first times: nothing runs then."""
+class Unlaunchable(Capturer):
+    """What it captures cannot be launched the first times: nothing runs then."""
 
     def __init__(self, log, error, num_times):
         super().__init__(log)
         self.error, self.num_times = error, num_times
 
-    def record(self, step):
-        replay = super().record(step)
+    def capture(self, step):
+        replay = super().capture(step)
 
         def launch():
             if self.num_times:
@@ -129,65 +129,65 @@ class Unlaunchable(Recorder):
 
 
 @pytest.mark.parametrize("error", EXHAUSTED, ids=lambda error: type(error).__name__)
-def test_every_step_runs_once_when_memory_ends_as_its_recording_is_launched_first(caplog, error):
+def test_every_step_runs_once_when_memory_ends_as_its_graph_is_launched_first(caplog, error):
     log = []
-    recorder = Unlaunchable(log, error, 1)
-    graphs = StepGraphs(recorder)
+    capturer = Unlaunchable(log, error, 1)
+    graphs = StepGraphs(capturer)
     for name in "abc":
         graphs.run(KEY, lambda name=name: log.append(name))
     for _ in range(2):
         graphs.run(GraphKey(2, "cuts"), lambda: log.append("other"))
     assert log == [*"abc", "other", "other"]
-    assert (recorder.num_recorded, graphs.num_recorded) == (2, 1)
+    assert (capturer.num_captured, graphs.num_captured) == (2, 1)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "steps of 4 sequences" in message
 
 
-def test_what_else_goes_wrong_when_a_recording_is_launched_is_raised():
+def test_what_else_goes_wrong_when_a_graph_is_launched_is_raised():
     graphs = StepGraphs(Unlaunchable([], RuntimeError("an illegal memory access was encountered"), 2))
     graphs.run(KEY, lambda: None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="illegal"):
             graphs.run(KEY, lambda: None)
-    assert graphs.num_recorded == 1
+    assert graphs.num_captured == 1
 
 
-def test_what_a_step_raises_itself_is_raised_and_it_is_recorded_when_it_runs():
-    graphs = StepGraphs(Recorder([]))
+def test_what_a_step_raises_itself_is_raised_and_it_is_captured_when_it_runs():
+    graphs = StepGraphs(Capturer([]))
 
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
         graphs.run(KEY, fail)
-    assert graphs.num_recorded == 0
+    assert graphs.num_captured == 0
     graphs.run(KEY, lambda: None)
-    assert graphs.num_recorded == 1
+    assert graphs.num_captured == 1
 
 
-def test_further_recordings_of_a_step_are_launched_and_stay_until_all_are_cleared():
+def test_further_graphs_of_a_step_are_launched_and_stay_until_all_are_cleared():
     log, kept = [], WeakSet()
 
-    class Kept(Recorder):
-        def record(self, step):
-            replay = super().record(step)
+    class Kept(Capturer):
+        def capture(self, step):
+            replay = super().capture(step)
             kept.add(replay)
             return replay
 
     graphs = StepGraphs(Kept(log))
     graphs.run(KEY, lambda: log.append("step"))
-    graphs.record_more(KEY, lambda: log.append("step"), 3)
+    graphs.capture_more(KEY, lambda: log.append("step"), 3)
     assert log == ["step"] * 4
     assert len(kept) == 4
-    assert graphs.num_recorded == 1
+    assert graphs.num_captured == 1
     graphs.clear()
     assert len(kept) == 0
-    for unrecorded in (graphs, StepGraphs()):
-        unrecorded.record_more(KEY, lambda: log.append("never"), 3)
+    for uncaptured in (graphs, StepGraphs()):
+        uncaptured.capture_more(KEY, lambda: log.append("never"), 3)
     assert log == ["step"] * 4
 
 
-def test_rows_of_a_step_are_sent_on_before_ranks_agree_on_its_recording():
+def test_rows_of_a_step_are_sent_on_before_ranks_agree_on_its_graph():
     log = []
 
     @contextlib.contextmanager
@@ -200,16 +200,16 @@ def test_rows_of_a_step_are_sent_on_before_ranks_agree_on_its_recording():
         log.append("agree")
         return says_yes
 
-    graphs = StepGraphs(Recorder(log), agree)
+    graphs = StepGraphs(Capturer(log), agree)
     for _ in range(2):
         graphs.run(KEY, lambda: log.append("step"), exchange())
     assert log == ["receive", "step", "send", "agree", "receive", "step", "send"]
 
 
-def test_what_was_recorded_is_forgotten_when_it_is_cleared():
+def test_what_was_captured_is_forgotten_when_it_is_cleared():
     log = []
-    recorder = Recorder(log)
-    graphs = StepGraphs(recorder)
+    capturer = Capturer(log)
+    graphs = StepGraphs(capturer)
     graphs.run(KEY, lambda: log.append("old"))
     graphs.clear()
     graphs.run(KEY, lambda: log.append("new"))
@@ -218,7 +218,7 @@ def test_what_was_recorded_is_forgotten_when_it_is_cleared():
 
 
 class Cuda:
-    """What recordings ask of torch.cuda, with the allocator's rule: a pool whose last graph has gone is never used again."""
+    """What captures ask of torch.cuda, with the allocator's rule: a pool whose last graph has gone is never used again."""
 
     def __init__(self):
         self.pools = Counter()
@@ -280,7 +280,7 @@ def cuda(monkeypatch):
 
 
 def test_graphs_share_a_pool_until_all_of_them_have_gone_and_those_after_them_another(cuda):
-    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
+    graphs = StepGraphs(CudaGraphCapturer(DEVICE))
     for _ in range(2):
         for count in (8, 4, 1):
             graphs.run(GraphKey(count, "plain"), lambda: None)
@@ -290,35 +290,35 @@ def test_graphs_share_a_pool_until_all_of_them_have_gone_and_those_after_them_an
     assert cuda.used == [first] * 3 + [second] * 3
 
 
-def test_a_step_is_recorded_once_more_when_the_allocator_has_given_back_what_it_kept(cuda):
+def test_a_step_is_captured_once_more_when_the_allocator_has_given_back_what_it_kept(cuda):
     def fail():
         if cuda.used and not cuda.num_emptied:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
+    graphs = StepGraphs(CudaGraphCapturer(DEVICE))
     graphs.run(GraphKey(8, "plain"), fail)
-    assert (graphs.num_recorded, cuda.num_emptied, len(cuda.used)) == (1, 2, 2)  # once for the pool of the graph that went
+    assert (graphs.num_captured, cuda.num_emptied, len(cuda.used)) == (1, 2, 2)  # once for the pool of the graph that went
 
 
-def test_a_recording_goes_on_when_the_one_before_it_has_ended_in_an_error(cuda):
+def test_a_capture_goes_on_when_the_one_before_it_has_ended_in_an_error(cuda):
     def fail():
         if cuda.used:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
+    graphs = StepGraphs(CudaGraphCapturer(DEVICE))
     graphs.run(GraphKey(8, "plain"), fail)
     graphs.run(GraphKey(4, "plain"), lambda: None)
-    assert graphs.num_recorded == 1
+    assert graphs.num_captured == 1
     assert len(set(cuda.used)) == len(cuda.used) == 3  # the first was tried twice
 
 
 @pytest.mark.parametrize("failing", ["capture_begin", "step", "capture_end"])
-def test_the_allocator_is_told_of_the_end_when_a_recording_fails(cuda, monkeypatch, failing):
+def test_the_allocator_is_told_of_the_end_when_a_capture_fails(cuda, monkeypatch, failing):
     ended = []
 
     def end(device_index, pool):
         ended.append((device_index, pool))
-        raise RuntimeError("not currently recording to mempool_id")  # where torch has told it already
+        raise RuntimeError("not currently capturing to mempool_id")  # where torch has told it already
 
     def step():
         if cuda.used and failing == "step":
@@ -326,15 +326,15 @@ def test_the_allocator_is_told_of_the_end_when_a_recording_fails(cuda, monkeypat
 
     cuda.failing = failing
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 3)))
+    graphs = StepGraphs(CudaGraphCapturer(torch.device("cuda", 3)))
     graphs.run(KEY, step)
     assert ended == [(3, cuda.used[0])]
-    assert graphs.num_recorded == 0
+    assert graphs.num_captured == 0
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 128, 300, 4000])
 def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
-    grid = GraphGrid(max_num_seqs)
+    grid = CaptureSizes(max_num_seqs)
     assert grid.max_rows == min(max_num_seqs, 512)
     for count in range(1, grid.max_rows + 1):
         key = grid.key(count, "cuts")
@@ -345,7 +345,7 @@ def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
 
 
 def test_the_grid_holds_every_division_of_a_step_among_homes():
-    grid = GraphGrid(100, ("plain",), num_homes=4)
+    grid = CaptureSizes(100, ("plain",), num_homes=4)
     assert len(grid.keys) == len(set(grid.keys)) <= 30
     for count in range(1, 101):
         for most in range(-(-count // 4), count + 1):
@@ -359,7 +359,7 @@ def test_the_grid_holds_every_division_of_a_step_among_homes():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("max_tokens", [1, 40, 64, 100, 512, 2048, 6000, 8192])
 def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_padding(max_tokens):
-    grid = PromptGrid(max_tokens, (100, 3000))
+    grid = PromptCaptureSizes(max_tokens, (100, 3000))
     for count in range(1, max_tokens + 1):
         key = grid.key(count, 100, "single")
         assert key in grid.keys
@@ -372,14 +372,14 @@ def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_pa
     assert len(grid.keys) == len(set(grid.keys)) <= 140
 
 
-def test_no_step_with_prompts_is_recorded_where_none_is_to_be():
-    grid = PromptGrid(0, (100,))
+def test_no_step_with_prompts_is_captured_where_none_is_to_be():
+    grid = PromptCaptureSizes(0, (100,))
     assert grid.keys == []
     assert grid.key(1, 1, "any") is None
 
 
 def test_small_steps_and_trees_have_kinds_of_their_own_where_drafts_are_expected():
-    plain, chains, trees = (PromptGrid(128, [96], *has) for has in ((), (True,), (True, True)))
+    plain, chains, trees = (PromptCaptureSizes(128, [96], *has) for has in ((), (True,), (True, True)))
     assert plain.key(5, 90, "any") == PromptKey(64, 96, "any")
     assert chains.key(5, 90, "any") == PromptKey(8, 96, "any")
     assert chains.key(5, 90, "any", has_trees=True) is None  # launched one by one
@@ -390,27 +390,27 @@ def test_small_steps_and_trees_have_kinds_of_their_own_where_drafts_are_expected
 
 @pytest.mark.skipif(load_native() is None, reason="ranks agree in shared memory, which needs the native extension")
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_one_rank_that_cannot_record_makes_all_launch_one_by_one(failing, caplog):
+def test_one_rank_that_cannot_capture_makes_all_launch_one_by_one(failing, caplog):
     group = SharedGroup(2)
     error = RuntimeError("operation not permitted when stream is capturing")
 
     def rank_of(rank):
         log = []
-        recorder = Broken(log, error) if rank == failing else Recorder(log)
+        capturer = Broken(log, error) if rank == failing else Capturer(log)
         communicator = group.communicator(rank)
-        graphs = StepGraphs(recorder, lambda says_yes: all_agree(communicator, says_yes))
+        graphs = StepGraphs(capturer, lambda says_yes: all_agree(communicator, says_yes))
         for _ in range(3):
             graphs.run(KEY, lambda: log.append("step"))
-        return log, graphs.num_recorded
+        return log, graphs.num_captured
 
     found = run_threads(2, rank_of)
     assert [log for log, _ in found] == [["step"] * 3] * 2
-    assert [num_recorded for _, num_recorded in found] == [1 if failing is None else 0] * 2
-    assert ("another rank cannot record" in caplog.text) == (failing is not None)
+    assert [num_captured for _, num_captured in found] == [1 if failing is None else 0] * 2
+    assert ("another rank cannot capture" in caplog.text) == (failing is not None)
 
 
-def test_a_recording_that_cannot_be_launched_ends_the_step_when_other_ranks_may_have_launched_theirs():
+def test_a_graph_that_cannot_be_launched_ends_the_step_when_other_ranks_may_have_launched_theirs():
     graphs = StepGraphs(Unlaunchable([], torch.OutOfMemoryError("CUDA out of memory"), 2), lambda says_yes: says_yes)
-    graphs.run(KEY, lambda: None)  # which records it
+    graphs.run(KEY, lambda: None)  # which captures it
     with pytest.raises(torch.OutOfMemoryError):
         graphs.run(KEY, lambda: None)

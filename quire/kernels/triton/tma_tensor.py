@@ -1,4 +1,4 @@
-"""Boxes: an argument that a kernel gets as a TMA descriptor. Needs no torch."""
+"""TmaTensor: an argument that a kernel gets as a TMA descriptor. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HasAddress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
+class TmaTensor:
     """A contiguous tensor of 16-bit elements, seen as a matrix of which a kernel copies one box after the other.
 
     tensor       at an address that is a multiple of 16
@@ -47,6 +47,6 @@ class Boxes:
         return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), self.layout)
 
 
-def placed(arguments: Mapping[str, object]) -> dict[str, object]:
+def with_descriptors(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return arguments as Triton takes them."""
-    return {name: value.descriptor() if isinstance(value, Boxes) else value for name, value in arguments.items()}
+    return {name: value.descriptor() if isinstance(value, TmaTensor) else value for name, value in arguments.items()}

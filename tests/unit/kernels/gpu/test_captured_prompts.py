@@ -1,4 +1,4 @@
-"""Recorded steps with tokens of prompts: what is launched is the same for every step of a kind, and finds what the step's own
+"""Captured steps with tokens of prompts: what is launched is the same for every step of a kind, and finds what the step's own
 launches find.
 
 Without a GPU a log stands for a graph: the launches and torch's operations of a step, in order, done again on the same tensors.
@@ -27,10 +27,10 @@ from quire.speculate.draft import Draft
 from quire.worker.device import step_launcher as stepper_module
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.graphs import CudaGraphRecorder, GraphKey, PromptKey, StepGraphs
+from quire.worker.device.graphs import CudaGraphCapturer, GraphKey, PromptKey, StepGraphs
 from quire.worker.device.host_step import HostStep, fill
 from quire.worker.device.launched_step import Kept, StepSizes
-from quire.worker.device.mixed_step import MixedSizes, fill_tiles, most_recorded_tokens, padded_sizes, short_runs
+from quire.worker.device.mixed_step import MixedSizes, fill_tiles, most_captured_tokens, padded_sizes, short_runs
 
 RMS = NormSpec("rms", 1e-6)
 BLOCK_SIZE, BLOCKS_PER_LINE, MAX_LEN = 16, 4, 60
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero"), "the host reads what a recording computes"
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero"), "the host reads what a graph computes"
         out = func(*args, **(kwargs or {}))
         if not func.name().startswith("aten::empty"):
             self.log.append(partial(self.again, func, args, kwargs or {}, out))
@@ -71,42 +71,42 @@ class Operations(TorchDispatchMode):
                 old.copy_(new)
 
 
-RECORDING = threading.local()
+CAPTURING = threading.local()
 
 
 def noted(run, *arguments):
-    """Do something that no operation of torch does, and note it if this thread records."""
-    log = vars(RECORDING).pop("log", None)
+    """Do something that no operation of torch does, and note it if this thread captures."""
+    log = vars(CAPTURING).pop("log", None)
     with _disable_current_modes():
         run(*arguments)
     if log is not None:
         log.append(partial(run, *arguments))
-        RECORDING.log = log
+        CAPTURING.log = log
 
 
-class LogRecorder:
-    """Records without a GPU; `stepper` is to be set. What a step changes for good is undone, since a recording runs nothing.
+class LogCapturer:
+    """Captures without a GPU; `stepper` is to be set. What a step changes for good is undone, since a capture runs nothing.
 
     more  tensors that it changes, beside the stepper's
     """
 
     def __init__(self, monkeypatch):
-        self.stepper, self.num_recorded, self.num_replayed, self.more = None, 0, 0, []
+        self.stepper, self.num_captured, self.num_replayed, self.more = None, 0, 0, []
         run = Launch.run
         monkeypatch.setattr(Launch, "run", lambda launch: noted(run, launch))
 
-    def record(self, step):
+    def capture(self, step):
         own = self.stepper
         lasting = [*own.lasting_tensors, *self.more]
         lasting += [part for cache in own.kv_pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
-        log = RECORDING.log = []
+        log = CAPTURING.log = []
         with Operations(log):
             step()
-        del RECORDING.log
+        del CAPTURING.log
         for part, old in zip(lasting, before, strict=True):
             part.copy_(old)
-        self.num_recorded += 1
+        self.num_captured += 1
 
         def replay():
             self.num_replayed += 1
@@ -116,7 +116,7 @@ class LogRecorder:
         return replay
 
 
-def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32", sizes=SIZES):
+def make_stepper(device, layers, capturer, is_in_order=False, kv_dtype="float32", sizes=SIZES):
     """Return a stepper. The last one of several layers keeps keys and values in float32."""
     spec = ModelSpec("test", "float32", 61, 32, tuple(layers), RMS, MAX_LEN)
     generator = torch.Generator().manual_seed(3)
@@ -129,9 +129,9 @@ def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32"
         for part in cache:
             if part is not None and part.is_floating_point() and part.dtype != torch.float8_e4m3fn:
                 part.fill_(torch.nan)
-    stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder))
-    if isinstance(recorder, LogRecorder):
-        recorder.stepper = stepper
+    stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(capturer))
+    if isinstance(capturer, LogCapturer):
+        capturer.stepper = stepper
     return stepper
 
 
@@ -192,7 +192,7 @@ def found_by(stepper, steps=STEPS):
 def short_chunks(monkeypatch):
     """Have contexts of a few tens of tokens cut as long ones are, in tiles of as few queries as there can be."""
     tiles = {True: AttentionTile(16, 32, 4, 1), False: AttentionTile(32, 32, 4, 1)}
-    monkeypatch.setattr(attention, "long_attention_tile", lambda dim, dtype, kv_dtype: tiles[dtype == kv_dtype])
+    monkeypatch.setattr(attention, "prefill_attention_tile", lambda dim, dtype, kv_dtype: tiles[dtype == kv_dtype])
     monkeypatch.setattr(attention, "LONG_CHUNK", 32)
     monkeypatch.setattr(attention, "CHUNK", 32)
     monkeypatch.setattr(stepper_module, "LONG_CHUNK", 32)
@@ -208,11 +208,11 @@ def short_chunks(monkeypatch):
         pytest.param("experts", False, "float32", STEPS, 5, marks=pytest.mark.slow),
     ],
 )
-def test_recorded_steps_find_what_those_launched_one_by_one_find(
+def test_captured_steps_find_what_those_launched_one_by_one_find(
     name, is_in_order, kv_dtype, steps, num_kinds, device, monkeypatch, short_chunks, few_programs
 ):
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
-    padded = make_stepper(device, LAYERS[name], recorder, is_in_order, kv_dtype)
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" else LogCapturer(monkeypatch)
+    padded = make_stepper(device, LAYERS[name], capturer, is_in_order, kv_dtype)
     exact = make_stepper(device, LAYERS[name], None, is_in_order, kv_dtype)
     tolerance = {"atol": 0.0, "rtol": 0.0} if is_in_order else {"atol": 1e-4, "rtol": 1e-4}
     for (tokens, hidden), (wanted_tokens, wanted) in zip(found_by(padded, steps), found_by(exact, steps), strict=True):
@@ -221,9 +221,9 @@ def test_recorded_steps_find_what_those_launched_one_by_one_find(
             torch.testing.assert_close(hidden, wanted, **tolerance)
     for own, other in zip(padded.kv_pool.caches, exact.kv_pool.caches, strict=True):
         torch.testing.assert_close(dequantised(own), dequantised(other), equal_nan=True, **tolerance)
-    if isinstance(recorder, LogRecorder):
-        assert recorder.num_recorded == padded.graphs.num_recorded == num_kinds
-        assert recorder.num_replayed == len(steps) - num_kinds
+    if isinstance(capturer, LogCapturer):
+        assert capturer.num_captured == padded.graphs.num_captured == num_kinds
+        assert capturer.num_replayed == len(steps) - num_kinds
 
 
 DRAFTS = [Draft((4, 5, 6, 7), (-1, 0, -1, 2)), Draft((9, 8, 7), (-1, -1, 0)), Draft.chain((3, 2))]
@@ -249,10 +249,10 @@ def drafted_step(runs):
     return dataclasses.replace(step, sample_positions=positions[logit_rows] + 1, trees=trees, **changes)
 
 
-def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeypatch, short_chunks, few_programs):
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
+def test_captured_trees_find_what_those_launched_one_by_one_find(device, monkeypatch, short_chunks, few_programs):
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" else LogCapturer(monkeypatch)
     sizes = SIZES._replace(max_num_drafts=8, has_drafts=True, has_trees=True)
-    padded, exact = (make_stepper(device, LAYERS["plain"], own, sizes=sizes) for own in (recorder, None))
+    padded, exact = (make_stepper(device, LAYERS["plain"], own, sizes=sizes) for own in (capturer, None))
     found = []
     for stepper in (padded, exact):
         for cache in stepper.kv_pool.caches:
@@ -270,10 +270,10 @@ def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeyp
         assert tokens == wanted_tokens
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
     assert {key for key in padded.frames if isinstance(key, PromptKey)} == {PromptKey(8, 32, "any", True)}
-    assert padded.graphs.num_recorded == 1
+    assert padded.graphs.num_captured == 1
 
 
-def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_a_library_attends(device, monkeypatch):
+def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_captured_or_a_library_attends(device, monkeypatch):
     class Library:
         def attend(self, q, k, v, step, spec):
             return attention.attend(q, attention.KvCache(k, v), dataclasses.replace(step, library=None), spec)
@@ -281,41 +281,41 @@ def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_
     stepper = make_stepper(device, LAYERS["plain"], None)
     assert stepper.prompts.keys == []
     assert all(isinstance(key, GraphKey) for key in stepper.keys)
-    graphs = StepGraphs(LogRecorder(monkeypatch))
+    graphs = StepGraphs(LogCapturer(monkeypatch))
     library = GpuStepExecutor(stepper.decoder, stepper.kv_pool, SIZES, graphs, Library())
     assert library.prompts.keys == []
 
 
-def test_what_takes_most_memory_is_recorded_first_and_stores_nothing(device, monkeypatch, few_programs):
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
-    stepper = make_stepper(device, LAYERS["plain"], recorder)
+def test_what_takes_most_memory_is_captured_first_and_stores_nothing(device, monkeypatch, few_programs):
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" else LogCapturer(monkeypatch)
+    stepper = make_stepper(device, LAYERS["plain"], capturer)
     with torch.inference_mode():
-        stepper.record_largest()
-    assert stepper.graphs.num_recorded == 2
+        stepper.capture_largest()
+    assert stepper.graphs.num_captured == 2
     assert stepper.keys[0] == PromptKey(24, MAX_LEN, "any")
-    decode = stepper.frames[stepper.grid.keys[0]].staged.host
+    decode = stepper.frames[stepper.capture_sizes.keys[0]].staged.host
     assert decode["context_lens"].tolist() == [1] * 3  # whatever the longest is, that takes no time
     assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper.kv_pool.caches)
 
 
 @pytest.mark.slow
-def test_samples_and_copies_of_recorded_steps_store_nothing_and_are_forgotten_with_the_pool(device, monkeypatch, few_programs):
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
-    stepper = make_stepper(device, LAYERS["plain"], recorder)
+def test_samples_and_copies_of_captured_steps_store_nothing_and_are_forgotten_with_the_pool(device, monkeypatch, few_programs):
+    capturer = CudaGraphCapturer(device) if device.type == "cuda" else LogCapturer(monkeypatch)
+    stepper = make_stepper(device, LAYERS["plain"], capturer)
     with torch.inference_mode():
-        stepper.record_samples()
-        samples = stepper.graphs.num_recorded
+        stepper.capture_samples()
+        samples = stepper.graphs.num_captured
         found_by(stepper, FEW_STEPS)  # the device holds another step's arrays now
         for cache in stepper.kv_pool.caches:
             cache.k.fill_(0.5), cache.v.fill_(0.5)
-        stepper.record_copies(2)
-    families = (stepper.prompts.keys, stepper.grid.keys)
+        stepper.capture_copies(2)
+    families = (stepper.prompts.keys, stepper.capture_sizes.keys)
     assert samples == len({keys[place] for keys in families for place in (0, len(keys) // 2, -1)})
     assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper.kv_pool.caches)
-    if isinstance(recorder, LogRecorder):
-        assert recorder.num_recorded == stepper.graphs.num_recorded + 2
+    if isinstance(capturer, LogCapturer):
+        assert capturer.num_captured == stepper.graphs.num_captured + 2
     stepper.give_pool(stepper.kv_pool)
-    assert stepper.graphs.num_recorded == 0
+    assert stepper.graphs.num_captured == 0
 
 
 KINDS = [(64, 8), (18, 2), (16, 1)]
@@ -354,11 +354,11 @@ def arrays_of(sizes: MixedSizes):
     return {part.name: np.full(part.count, -99) for part in sizes.parts}
 
 
-def test_larger_models_record_smaller_steps():
+def test_larger_models_capture_smaller_steps():
     def spec(hidden_size, inner):
         wide = LayerSpec(AttentionSpec(16, 8, 128, 0.1), MlpSpec(inner, "silu"), attn_in=RMS, mlp_in=RMS)
         return ModelSpec("test", "bfloat16", 1000, hidden_size, (wide,) * 3, RMS, MAX_LEN)
 
-    small, large, huge = (most_recorded_tokens(spec(*sizes), 8192) for sizes in ((1024, 3072), (4096, 12288), (65536, 99999)))
+    small, large, huge = (most_captured_tokens(spec(*sizes), 8192) for sizes in ((1024, 3072), (4096, 12288), (65536, 99999)))
     assert 8192 > small > 4096 > large > 256 > huge >= 64
-    assert most_recorded_tokens(spec(1024, 3072), 2000) == 2000
+    assert most_captured_tokens(spec(1024, 3072), 2000) == 2000
