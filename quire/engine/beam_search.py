@@ -42,7 +42,7 @@ class _Beam:
     results: Sequence[_TokenResult] = ()
 
     def num_forced(self, most: int) -> int:
-        """Return how many tokens its grammar forces next, at most `limit`."""
+        """Return how many tokens its grammar forces next, at most `most`."""
         return 0 if self.matcher is None or most <= 0 else min(most, len(self.matcher.forced_tokens()))
 
     def with_token(self, token_id: int, logprob: float) -> _Beam:
@@ -184,7 +184,7 @@ def _token_results(output: RequestOutput) -> tuple[_TokenResult, ...]:
 
 
 def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchParams, count: int) -> Request:
-    """Return a request for the best tokens after a hypothesis, and after its forced tokens; num_left tokens in total."""
+    """Return a request for the best tokens after a hypothesis, and after its forced tokens; count tokens in total."""
     ending = () if beam.matcher is None or params.ignore_eos else tuple(sorted(search.request.eos_token_ids))
     step = SamplingParams(
         temperature=0.0,
