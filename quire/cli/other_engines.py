@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 RENAMED = {
-    "--api-server-count": "--data-parallel-size",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
@@ -15,7 +14,6 @@ RENAMED = {
     "--dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
     "--ep": "--enable-expert-parallel",
-    "--ep-size": "--enable-expert-parallel",
     "--kv-events-config": "--kv-events-endpoint",
     "--kv-transfer-config": "--role",
     "--max-running-requests": "--max-num-seqs",
