@@ -42,10 +42,7 @@ _ALWAYS = frozenset(
 
 
 def explain_option(option: str, known: Collection[str]) -> str | None:
-    """Return what to use in place of another engine's option, for the end of a message; None for an option that is not listed.
-
-    known  the options of the command
-    """
+    """Return what to use in place of another engine's option, None if no option of the command (`known`) is listed for it."""
     if option in _ALWAYS:
         return " (leave it out: it is always on)"
     name = RENAMED.get(option)
