@@ -69,16 +69,18 @@ def _read_attention(config: ConfigView, kind: LayerType, window: int | None) -> 
     if num_heads % num_kv_heads:
         raise config.error("num_attention_heads", num_heads, f"a multiple of the key and value heads ({num_kv_heads})")
     scale = config.nullable_number("attention_value_scale")
-    values = config.table("rope_parameters").get(kind, {})
+    ropes = config.table("rope_parameters")
+    values = ropes.get(kind, {})
     if not isinstance(values, dict):
         raise config.error(f"rope_parameters.{kind}", values, "an object")
     own = {"rope_theta": config.number(_THETA[kind]), "partial_rotary_factor": config.number("partial_rotary_factor")}
+    values = {**own, **values, "truncate": ropes.get("truncate", True)}  # as in read_layer_rope
     return AttentionSpec(
         num_heads,
         num_kv_heads,
         head_dim,
         scale=head_dim**-0.5,
-        rope=read_named_rope(config, f"rope_parameters.{kind}", {**own, **values}, head_dim),
+        rope=read_named_rope(config, f"rope_parameters.{kind}", values, head_dim),
         window=window,
         has_qkv_bias=config.boolean("attention_bias"),
         has_sinks=window is not None,

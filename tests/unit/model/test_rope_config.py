@@ -26,6 +26,17 @@ def test_theta_in_both_styles_and_absent(read_rope):
     assert read_rope("llama", rope_theta=5e5) == RopeSpec(8, 5e5)
     assert read_rope("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}) == RopeSpec(8, 5e5)
     assert read_rope("mixtral", num_key_value_heads=2) == RopeSpec(8, 1e6)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert read_rope("ministral3", num_key_value_heads=2, rope_scaling=linear).theta == 1e4
+    for changes in ({}, {"rope_theta": 7.0}):  # that of the class's own rope_parameters
+        assert read_rope("ministral3", num_key_value_heads=2, **changes).theta == 1e6
+
+
+def test_truncate_stands_next_to_the_layer_types(read_rope):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    for is_truncated in (True, False):
+        ropes = {"full_attention": yarn, "truncate": is_truncated}
+        assert read_rope("mimo_v2_flash", rope_parameters=ropes, num_key_value_heads=2).truncate == is_truncated
 
 
 def test_latent_heads_are_rotated_whole(read_rope):
