@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 RENAMED = {
-    "--api-server-count": "--data-parallel-size",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
@@ -15,7 +14,6 @@ RENAMED = {
     "--dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
     "--ep": "--enable-expert-parallel",
-    "--ep-size": "--enable-expert-parallel",
     "--kv-events-config": "--kv-events-endpoint",
     "--kv-transfer-config": "--role",
     "--max-running-requests": "--max-num-seqs",
@@ -44,10 +42,7 @@ _ALWAYS = frozenset(
 
 
 def explain_option(option: str, known: Collection[str]) -> str | None:
-    """Return what to use in place of another engine's option, for the end of a message; None for an option that is not listed.
-
-    known  the options of the command
-    """
+    """Return what to use in place of another engine's option, None if no option of the command (`known`) is listed for it."""
     if option in _ALWAYS:
         return " (leave it out: it is always on)"
     name = RENAMED.get(option)

@@ -106,7 +106,6 @@ def test_number_that_is_out_of_range_is_refused(field):
     ("change", "message"),
     [
         ({"temperature": 3}, "temperature: expected float <= 2.0, got 3"),
-        ({"messages": []}, "messages: expected array of length >= 1, got one of length 0"),
         ({"stop": "x" * 257}, "stop: expected str of length <= 256, got one of length 257"),
         ({"logit_bias": {"1": 101}}, 'logit_bias[...]: expected float <= 100.0, got {"1":101}'),
         ({"prompt_cache_retention": "1h"}, "prompt_cache_retention: may be one of '24h', 'in-memory', 'in_memory', got '1h'"),
@@ -114,17 +113,13 @@ def test_number_that_is_out_of_range_is_refused(field):
             {"messages": [{"role": "wizard", "content": "x"}]},
             "messages[0].role: may be one of 'developer', 'system', 'user', 'assistant', 'tool', 'function', got 'wizard'",
         ),
+        ({"kv_compression": {"a": 1}}, "kv_compression: object contains unknown field a; it may have method, budget_tokens, "),
         ({"modalities": ["audio"]}, 'modalities: only text output is supported (got ["audio"])'),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else next(iter(value)),
 )
 def test_message_has_the_given_value_and_the_allowed_ones(change, message):
-    assert str(refused(CHAT | change)) == message
-
-
-def test_unknown_field_of_a_closed_object_is_answered_with_its_fields():
-    message = str(refused(CHAT | {"structured_outputs": {"regexp": "x"}}))
-    assert message.startswith("structured_outputs: object contains unknown field regexp; it may have json, regex, choice, ")
+    assert str(refused(CHAT | change)).startswith(message)
 
 
 def test_last_value_counts_when_a_key_stands_twice():
