@@ -91,7 +91,7 @@ def command_lines_of_children(pid: int) -> dict[int, str]:
     return found
 
 
-def wait_until(is_so, limit_s=30.0):
+def wait_until(is_so, limit_s=60.0):
     """Wait so long at most; return whether it is so."""
     end_s = time.monotonic() + limit_s
     while not is_so() and time.monotonic() < end_s:
@@ -103,7 +103,7 @@ def is_alive(pid: int) -> bool:
     """Return whether a process runs; one that has ended and waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

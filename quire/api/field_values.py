@@ -34,31 +34,24 @@ def show_value(value: object) -> str:
 
 
 def show_names(names: Iterable[str]) -> str:
-    """Return up to 16 names as a list for a message, "none" for no names."""
+    """Return up to 16 names as a list for a message."""
     shown = [repr(name) for name in islice(names, 17)]
-    return ", ".join([*shown[:16], "..."] if len(shown) > 16 else shown) or "none"
+    return ", ".join([*shown[:16], "..."] if len(shown) > 16 else shown)
 
 
 def allowed_values(kind: type[msgspec.Struct], body: object, path: str) -> list[str]:
     """Return the values that an enum, or the tag of a union, may have at a path; empty for every other type."""
-    types, tags = [inspect.type_info(kind)], list[str]()
-    for name, position in _steps(path):
-        tags = [str(option.tag) for option in _structs(types) if option.tag_field == name and not position]
-        types = list(_inner(types, body, name, bool(position)))
-        body = find_value(body, f"[{position}]" if position else name)
-    options = [option for one in types for option in alternatives(one)]
-    literals = [str(value) for option in options if isinstance(option, inspect.LiteralType) for value in option.values]
-    enums = [str(member.value) for option in options if isinstance(option, inspect.EnumType) for member in option.cls]
-    return [*tags, *literals, *enums]
+    steps = _steps(path)
+    tags = [option.tag for option in _structs(_types_at(kind, body, steps[:-1])) if option.tag_field == steps[-1][0]]
+    options = [option for one in _types_at(kind, body, steps) for option in alternatives(one)]
+    literals = [value for option in options if isinstance(option, inspect.LiteralType) for value in option.values]
+    enums = [member.value for option in options if isinstance(option, inspect.EnumType) for member in option.cls]
+    return [str(value) for value in (*tags, *literals, *enums)]
 
 
 def field_names(kind: type[msgspec.Struct], body: object, path: str) -> list[str]:
     """Return the names that the object at a path may have."""
-    types: list[inspect.Type] = [inspect.type_info(kind)]
-    for name, position in _steps(path):
-        types = list(_inner(types, body, name, bool(position)))
-        body = find_value(body, f"[{position}]" if position else name)
-    return [field.encode_name for option in _structs(types) for field in option.fields]
+    return [field.encode_name for option in _structs(_types_at(kind, body, _steps(path))) for field in option.fields]
 
 
 def alternatives(described: inspect.Type) -> Iterator[inspect.Type]:
@@ -74,6 +67,14 @@ def alternatives(described: inspect.Type) -> Iterator[inspect.Type]:
 
 def _steps(path: str) -> list[tuple[str, str]]:
     return _STEP.findall(path)
+
+
+def _types_at(kind: type[msgspec.Struct], body: object, steps: list[tuple[str, str]]) -> list[inspect.Type]:
+    types = [inspect.type_info(kind)]
+    for name, position in steps:
+        types = list(_inner(types, body, name, bool(position)))
+        body = find_value(body, f"[{position}]" if position else name)
+    return types
 
 
 def _structs(types: list[inspect.Type]) -> Iterator[inspect.StructType]:

@@ -20,6 +20,7 @@ from quire.cli import options
 from quire.cli.settings import (
     FLEET_FIELDS,
     FLEET_OPTIONS,
+    ONE_MODEL_OPTIONS,
     AppliedSettings,
     Settings,
     SettingsError,
@@ -28,6 +29,7 @@ from quire.cli.settings import (
     read_mapping,
     settable_options,
     switch_of,
+    where_to_set,
 )
 from quire.contracts.memory import format_bytes, parse_bytes
 
@@ -37,10 +39,7 @@ if TYPE_CHECKING:
     from quire.fleet.config import FleetConfig, ModelEntry
 
 _MODEL_FIELDS = ("name", "model", "aliases", "memory", "options", "preload", "pinned", "keep-alive-s")
-_OF_THE_SERVER = FLEET_OPTIONS | {
-    *("model", "config", "uds", "ssl-keyfile", "ssl-certfile", "root-path", "served-model-name", "allowed-origins"),
-    *("page", "access-log", "log-format"),
-}
+_OF_THE_SERVER = FLEET_OPTIONS | {"model", "config"} | ONE_MODEL_OPTIONS
 """What a model's options must not have: it is set for its process, or stands at the top of the file."""
 _OF_A_PARENT = frozenset(
     {
@@ -48,8 +47,6 @@ _OF_A_PARENT = frozenset(
         *("max-body-bytes", "data-dir"),
     }
 )
-_OF_ADAPTERS = frozenset({"lora-modules", "enable-lora"})
-"""Clients of a fleet name its models and aliases only, so adapters could not be reached."""
 _SIZES = frozenset({"num-kv-blocks", "kv-cache-memory-bytes"})
 _START_MARGIN_S = 30.0
 _MEASURE_COMMAND = (sys.executable, "-m", "quire.cli.model_memory")
@@ -161,7 +158,7 @@ def _refuse_other_options(args: argparse.Namespace) -> None:
         if name in FLEET_OPTIONS or name == "config" or not hasattr(args, action.dest):
             continue
         if getattr(args, action.dest) != parser.get_default(action.dest):
-            raise ConfigError(f"{name} cannot be given for several models: put it into a model's options in {args.config}")
+            raise ConfigError(f"{name} cannot be given for several models in {args.config}: {where_to_set(name)}")
 
 
 def _fleet_fields(path: Path) -> dict[str, yaml.Node]:
@@ -271,10 +268,10 @@ def _read_options(parser: argparse.ArgumentParser, where: str, node: yaml.Node |
         raise SettingsError(f"{where}: must be a mapping of option names to values")
     pairs = [(str(key.value), value) for key, value in node.value]
     for key, _ in pairs:
-        if key.replace("_", "-") in _OF_THE_SERVER:
-            raise SettingsError(f"{where}: {key!r} cannot be set for one model")
-        if key.replace("_", "-") in _OF_ADAPTERS:
-            raise SettingsError(f"{where}: {key!r}: LoRA adapters need a server with one model")
+        if (name := key.replace("_", "-")) in _OF_THE_SERVER:
+            hint = ": set it at the top of the file" if name in FLEET_OPTIONS else ""
+            hint = ": it needs a server with one model" if name in ONE_MODEL_OPTIONS else hint
+            raise SettingsError(f"{where}: {key!r} cannot be set for one model{hint}")
     return mapping_settings(parser, where, pairs)
 
 

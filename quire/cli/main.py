@@ -36,6 +36,7 @@ from quire.cli import (
     train_draft,
     tune,
 )
+from quire.cli.other_engines import explain_option
 from quire.cli.settings import AppliedSettings, SettingsError, config_path_of, read_settings
 
 
@@ -58,8 +59,10 @@ class CommandParser(argparse.ArgumentParser):
             applied.finish(found)
         if left:
             known = list(self._option_string_actions)
-            close = [match for one in left for match in difflib.get_close_matches(one.split("=")[0], known, 1)]
-            self.error(f"unrecognized arguments: {' '.join(left)}{did_you_mean(close)}")
+            names = [one.split("=")[0] for one in left]
+            hint = "".join(filter(None, (explain_option(name, known) for name in names)))
+            close = [match for name in names for match in difflib.get_close_matches(name, known, 1)]
+            self.error(f"unrecognized arguments: {' '.join(left)}{hint or did_you_mean(close)}")
         return found, left
 
     def _has_commands(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.suggestions import did_you_mean
+from quire.cli.other_engines import explain_option
 
 if TYPE_CHECKING:
     import yaml
@@ -29,10 +30,22 @@ FLEET_OPTIONS = frozenset(
     }
 )
 """The options of `quire serve` that are those of the whole server; the others belong to a model."""
+ONE_MODEL_OPTIONS = frozenset(
+    {
+        *("uds", "ssl-keyfile", "ssl-certfile", "root-path", "served-model-name", "allowed-origins", "page", "access-log"),
+        *("log-format", "lora-modules", "enable-lora"),
+    }
+)
+"""The options that only a server with one model has. Clients of several name models and aliases only, never adapters."""
 
 
 class SettingsError(Exception):
     """A setting that cannot be taken; the message says where it stands and what is allowed."""
+
+
+def where_to_set(name: str) -> str:
+    """Return what a message about several models says of an option that is none of the whole server."""
+    return "it needs a server with one model" if name in ONE_MODEL_OPTIONS else "put it into a model's options"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,7 @@ def file_settings(parser: argparse.ArgumentParser, path: Path) -> Settings:
         for key in fields:
             name = key.replace("_", "-")
             if name in options and name not in FLEET_OPTIONS:
-                raise SettingsError(f"{path}: {key!r} is no option of several models: put it into a model's options")
+                raise SettingsError(f"{path}: {key!r} is no option of several models: {where_to_set(name)}")
             if name not in options:
                 close = difflib.get_close_matches(name, (*FLEET_FIELDS, *FLEET_OPTIONS), 1)
                 raise SettingsError(f"{path}: {key[:100]!r} is no option of a server with several models{did_you_mean(close)}")
@@ -122,8 +135,9 @@ def mapping_settings(parser: argparse.ArgumentParser, where: str, pairs: Iterabl
         name = key.replace("_", "-")
         action = options.get(name)
         if action is None:
+            hint = explain_option(f"--{name}", [f"--{one}" for one in options])
             close = difflib.get_close_matches(name, options, 1)
-            raise SettingsError(f"{where}: {key[:100]!r} is no option of `{parser.prog}`{did_you_mean(close)}")
+            raise SettingsError(f"{where}: {key[:100]!r} is no option of `{parser.prog}`{hint or did_you_mean(close)}")
         if action in found:
             raise SettingsError(f"{where}: {key!r} is set twice")
         found[action] = Setting(f"{where}: {key}", _value_of(f"{where}: {key}", action, node))

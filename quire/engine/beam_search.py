@@ -42,14 +42,16 @@ class _Beam:
     results: Sequence[_TokenResult] = ()
 
     def num_forced(self, most: int) -> int:
-        """Return how many tokens its grammar forces next, at most `limit`."""
+        """Return how many tokens its grammar forces next, at most `most`."""
         return 0 if self.matcher is None or most <= 0 else min(most, len(self.matcher.forced_tokens()))
 
     def with_token(self, token_id: int, logprob: float) -> _Beam:
-        """Return the hypothesis with one more token and its log probability added."""
+        """Return the hypothesis with one more token and its log probability. Raises RequestError if its grammar gives up."""
         matcher = None if self.matcher is None else self.matcher.fork()
         error = None if matcher is None else matcher.advance(token_id)
-        if error is not None:
+        if matcher is not None and error is not None:
+            if matcher.has_given_up:
+                raise RequestError(error, "structured_outputs")
             raise InvariantError(f"a token of the mask does not fit: {error}")
         results = self.results[1:] if self.results and self.results[0].token_id == token_id else ()
         return _Beam((*self.token_ids, token_id), logprob, matcher, results)
@@ -140,7 +142,14 @@ class BeamSearch:
             if errors and (search.request.grammar is None or not (extended or search.ended)):
                 raise errors[0]
             extended.sort(key=lambda candidate: -candidate[0])
-            kept = [beam.with_token(token_id, total) for total, beam, token_id in extended[: params.beam_width]]
+            kept: list[_Beam] = []
+            for total, beam, token_id in extended[: params.beam_width]:
+                try:
+                    kept.append(beam.with_token(token_id, total))
+                except RequestError as error:
+                    errors.append(error)
+            if errors and not (kept or search.ended):
+                raise errors[0]
             search.ended += [beam for beam in kept if _is_complete(beam)]
             search.live = [beam for beam in kept if not _is_complete(beam)]
 
@@ -175,7 +184,7 @@ def _token_results(output: RequestOutput) -> tuple[_TokenResult, ...]:
 
 
 def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchParams, count: int) -> Request:
-    """Return a request for the best tokens after a hypothesis, and after its forced tokens; num_left tokens in total."""
+    """Return a request for the best tokens after a hypothesis, and after its forced tokens; count tokens in total."""
     ending = () if beam.matcher is None or params.ignore_eos else tuple(sorted(search.request.eos_token_ids))
     step = SamplingParams(
         temperature=0.0,

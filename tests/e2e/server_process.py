@@ -15,8 +15,64 @@ START_TIMEOUT_S = 120
 NUM_BLOCKS = 512
 
 
-class ServerProcess:
-    """Starts the command, keeps what it logs, and ends it. `port` is known when it listens.
+class LoggedProcess:
+    """Starts a command, keeps what it logs, and ends it."""
+
+    patience_s = START_TIMEOUT_S
+
+    def __init__(self, command, **options):
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+        self.log = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def wait_for_log(self, pattern):
+        return self.wait_for(lambda: next((found for line in list(self.log) if (found := re.search(pattern, line))), None))
+
+    def wait_for(self, condition, timeout_s=None):
+        """Return what `condition` returns as soon as it is true; a process that ends meanwhile is a failure."""
+        begin = time.monotonic()
+        while (waited_s := time.monotonic() - begin) < (timeout_s or self.patience_s):
+            found = condition()
+            if found:
+                return found
+            if self.process.poll() is not None and self.process.returncode != 0:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.last_words()}")
+            time.sleep(0.02 if waited_s < 1 else 0.05)  # who asks takes the processor from who is waited for
+        raise AssertionError(f"waited in vain:\n{self.last_words()}")
+
+    def whole_log(self):
+        """Return all that a process logged that has ended."""
+        self._reader.join(60)
+        return "".join(self.log)
+
+    def last_words(self):
+        """Return the end of the log, without the questions that tests ask all the time."""
+        return "".join([line for line in list(self.log) if "INFO GET" not in line][-30:])
+
+    def stop(self, number=signal.SIGTERM, timeout_s=60):
+        """Send a signal and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.kill()
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5)
+        self.process.stderr.close()
+
+
+class ServerProcess(LoggedProcess):
+    """A server. `port` is known when it listens.
 
     prelude   Python code that the process runs before the command
     """
@@ -30,41 +86,10 @@ class ServerProcess:
         )
         command = [sys.executable, *program, "serve", model, "--port", "0", *pool, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec)
+        super().__init__(command, env=environment, preexec_fn=preexec)
         self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.log = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self.port = int(self.wait_for_log(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.url = f"http://127.0.0.1:{self.port}"
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.log.append(line)
-
-    def wait_for_log(self, pattern):
-        return self.wait_for(lambda: next((found for line in list(self.log) if (found := re.search(pattern, line))), None))
-
-    def wait_for(self, condition, timeout_s=START_TIMEOUT_S):
-        """Return what `condition` returns as soon as it is true; a server that ends meanwhile is a failure."""
-        begin = time.monotonic()
-        while (waited_s := time.monotonic() - begin) < timeout_s:
-            found = condition()
-            if found:
-                return found
-            if self.process.poll() is not None and self.process.returncode != 0:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.last_words()}")
-            time.sleep(0.02 if waited_s < 1 else 0.05)  # who asks takes the processor from who is waited for
-        raise AssertionError(f"waited in vain:\n{self.last_words()}")
-
-    def whole_log(self):
-        """Return all that a server logged that has ended."""
-        self._reader.join(10)
-        return "".join(self.log)
-
-    def last_words(self):
-        """Return the end of the log, without the questions that tests ask all the time."""
-        return "".join([line for line in list(self.log) if "INFO GET" not in line][-30:])
 
     def get(self, path, **options):
         return httpx.get(self.url + path, **{"timeout": 30, "headers": self.headers, **options})
@@ -127,22 +152,6 @@ class ServerProcess:
     def is_idle(self):
         """Whether nothing runs or waits, and no sequence holds a block."""
         return not any(self.metrics("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_cache_usage_perc"))
-
-    def stop(self, number=signal.SIGTERM, timeout_s=60):
-        """Send a signal and return the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            return self.process.wait(timeout_s)
-        finally:
-            self.kill()
-
-    def kill(self):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join(5)
-        self.process.stderr.close()
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def test_run_goes_on_where_a_signal_ended_it_and_answers_no_line_twice(tmp_path,
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    printed, said = process.communicate(timeout=30)  # also of the engine, which ends with it
+    printed, said = process.communicate(timeout=TIMEOUT_S)  # also of the engine, which ends with it
     assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number), said
     assert "Traceback" not in printed + said
     kept = names(output)

@@ -149,7 +149,7 @@ def _expect_drain(server):
     pids, answers = server.engine_pids(), []
 
     def ask():
-        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
         answers.append(server.post("/v1/completions", body))
 
     threads = [threading.Thread(target=ask) for _ in range(6)]
@@ -160,7 +160,7 @@ def _expect_drain(server):
     for thread in threads:
         thread.join()
     assert [answer.status_code for answer in answers] == [200] * 6
-    assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
+    assert all(answer.json()["usage"]["completion_tokens"] == 400 for answer in answers)
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import httpx
 import pytest
 
+from tests.e2e.server_process import LoggedProcess
 from tests.ranks import is_alive, wait_until
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
@@ -40,35 +38,17 @@ models:
 """
 
 
-class FleetServer:
+class FleetServer(LoggedProcess):
     """A real server on a free port."""
+
+    patience_s = TIMEOUT_S
 
     def __init__(self, folder, text=FILE):
         path = folder / "fleet.yaml"
         path.write_text(text)
         command = [sys.executable, "-m", "quire", "serve", "--config", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        self.log = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = self.wait_for(self._find_url)
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.log.append(line)
-
-    def _find_url(self):
-        return next((hit[1] for line in list(self.log) if (hit := re.search(r"listening on (http://[\d.:]+)", line))), None)
-
-    def wait_for(self, condition):
-        end_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < end_s:
-            if found := condition():
-                return found
-            assert self.process.poll() is None, "".join(self.log)
-            time.sleep(0.1)
-        raise AssertionError("waited in vain:\n" + "".join(self.log[-30:]))
+        super().__init__(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.url = self.wait_for_log(r"listening on (http://[\d.:]+)")[1]
 
     def complete(self, model):
         body = {"model": model, "prompt": "It was a cold", "max_tokens": 4, "temperature": 0}
@@ -80,13 +60,6 @@ class FleetServer:
 
     def metrics(self):
         return httpx.get(self.url + "/metrics", timeout=30).text
-
-    def kill(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(5)
-        self.process.stderr.close()
 
 
 @contextlib.contextmanager

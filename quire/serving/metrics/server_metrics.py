@@ -99,11 +99,10 @@ class ServerMetrics:
         self.records[job.request.request_id] = record
         return record
 
-    def dispatched(self, record: RequestRecord) -> None:
-        """Record that the request was sent to the engine."""
-        record.dispatched_s = self._clock()
-        wait_s = record.dispatched_s - record.opened_s
-        self.defined.queue_wait.labels(record.job.priority).observe(wait_s)
+    def dispatched(self, record: RequestRecord, dispatched_s: float) -> None:
+        """Record when the request was sent to the engine."""
+        record.dispatched_s = dispatched_s
+        self.defined.queue_wait.labels(record.job.priority).observe(dispatched_s - record.opened_s)
 
     def aborted(self, record: RequestRecord, reason: AbortReason) -> None:
         """Record why a request is being ended (only the first reason); its end is recorded by `step` or `ended`."""

@@ -322,6 +322,7 @@ class EngineGateway:
             stream.fail(deadline_exceeded(while_queued=True))
             self._close(stream, "abort")
             return
+        dispatched_s = self._clock()  # sending wakes the engine, which may take the core before this goes on
         try:
             is_background = stream.job.priority == "batch"
             subscription = self._engine.submit(replace(request, is_background=True) if is_background else request)
@@ -332,7 +333,7 @@ class EngineGateway:
                 self._metrics.refused(stream.record, refusal)
             self._close(stream, "error", refusal.message)
             return
-        self._metrics.dispatched(stream.record)
+        self._metrics.dispatched(stream.record, dispatched_s)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
         stream.start(subscription)

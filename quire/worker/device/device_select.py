@@ -130,7 +130,7 @@ def _refuse_on_cpu(config: EngineConfig) -> None:
         raise ConfigError("nvtx_ranges marks the steps of a GPU; on the CPU leave it out")
     if config.async_scheduling:
         raise ConfigError(
-            "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"
+            "async_scheduling needs a GPU: on a CPU the model and the planning of steps share cores; leave it out"
         )
 
 

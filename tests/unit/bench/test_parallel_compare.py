@@ -57,8 +57,8 @@ def test_precisions_without_a_timed_product_are_refused(report):
 def test_products_and_other_kernels_have_times(report):
     assert measure_products(report, "bf12", 4, 1) > 1e7
     layer_s, sampler_s = measure_other_kernels(report, Load(4, 32), 1)
-    assert 0 < layer_s < 0.1
-    assert 0 < sampler_s < 0.1
+    assert 0 < layer_s < 2
+    assert 0 < sampler_s < 2
 
 
 def test_caches_without_a_timed_attention_are_refused(report):

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -48,10 +49,16 @@ def test_figures_are_printed_and_engines_that_do_not_run_are_left_out(peers, tmp
     assert sum("vllm" in line for line in lines) == 1
 
 
-def test_engine_that_takes_too_long_is_stopped_and_its_figures_so_far_are_kept(peers):
+def test_engine_that_takes_too_long_is_stopped_and_its_figures_so_far_are_kept(peers, monkeypatch):
+    timer = mock.Mock()
+    monkeypatch.setattr(peers.threading, "Timer", timer)
     script = "import time\nprint('{}', flush=True)\ntime.sleep(60)"
     lines = peers.stream([sys.executable, "-S", "-c", script], 1.0)
     assert next(lines) == {}
+    timer.return_value.start.assert_called_once()
+    limit_s, stop = timer.call_args.args
+    assert limit_s == 1.0
+    stop()
     with pytest.raises(peers.EngineFailure, match="stopped after 1 s"):
         next(lines)
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from quire.cli.main import main
+from quire.cli.main import main, make_parser
+from quire.cli.other_engines import RENAMED
 from tests.needs_re2 import needs_re2
 from tests.unit.engine.one_compiler import one_compiler
 
@@ -343,6 +344,17 @@ def test_unknown_option_is_answered_by_its_own_command(capsys, argv, command, hi
     assert err.count("\n") == 2
     assert ("did you mean" in err) is (hint is not None)
     assert hint is None or f"did you mean {hint}?" in err
+
+
+def test_option_of_another_engine_is_answered_with_the_one_to_use(capsys):
+    hints = {name: f"use {own}" for name, own in RENAMED.items()} | {
+        "--enable-chunked-prefill": "leave it out: it is always on"
+    }
+    parser = make_parser()
+    for name, hint in hints.items():
+        with pytest.raises(SystemExit):
+            parser.parse_args(["serve", "demo", name])
+        assert f"unrecognized arguments: {name} ({hint})\n" in capsys.readouterr().err
 
 
 @pytest.mark.one_in(3)

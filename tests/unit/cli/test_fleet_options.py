@@ -113,7 +113,7 @@ BAD = {
     "models: [{model: demo, options: {max-num-seqs: many}}]": r"\(demo\): options: max-num-seqs: invalid int value: 'many'",
     "models: [{model: demo, options: {max-num-seqs: 0}}]": r"\(demo\): options: max_num_seqs must be",
     "models: [{model: demo, options: {dtype: float8}}]": r"\(demo\): options: dtype: invalid choice: 'float8'",
-    "models: [{model: demo, options: {port: 1}}]": r"\(demo\): options: 'port' cannot be set for one model",
+    "models: [{model: demo, options: {port: 1}}]": r"\(demo\): options: 'port' cannot be set for one model: set it at the top",
     "models: [{model: demo, options: {tool-call-parser: none-such}}]": r"\(demo\): options: tool_call_parser",
     "models: [{model: demo, memory: 0}]": r"\(demo\): memory: must be more than 0 bytes, got '0'",
     "models: [{model: demo, name: '*'}]": r"\(\*\): name and aliases must not be '\*'",
@@ -141,6 +141,7 @@ def test_bad_file_is_refused_with_its_place(tmp_path, measured, text):
     ("line", "message"),
     [
         ("dtype: float32", "'dtype' is no option of several models: put it into a model's options"),
+        ("ssl-keyfile: x", "'ssl-keyfile' is no option of several models: it needs a server with one model"),
         ("memry: 1GiB", "did you mean memory?"),
     ],
 )
@@ -165,7 +166,7 @@ def test_option_of_one_model_in_the_environment_is_refused(tmp_path, measured, m
 @pytest.mark.parametrize("name", ["lora-modules", "enable_lora"])
 def test_adapters_are_refused(tmp_path, measured, name):
     text = f"models:\n  - {{model: demo, options: {{{name}: a=b}}}}\n"
-    with pytest.raises(ConfigError, match=rf"models\[0\] \(demo\): options: '{name}': LoRA adapters need"):
+    with pytest.raises(ConfigError, match=rf"models\[0\] \(demo\): options: '{name}' .*one model: it needs"):
         config_of(tmp_path, text)
 
 

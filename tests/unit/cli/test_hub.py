@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.ranks import wait_until
 from tests.unit.model.hub_server import COMMITS, running_hub
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 300_000, "README.md": b"no", "pytorch_model.bin": b"p"}
@@ -67,10 +67,7 @@ def test_interrupted_download_goes_on_with_the_files_that_are_missing(quire, hub
     hub.stalls_at = 100_000
     pulling = quire.start("pull", "org/name")
     try:
-        begin = time.monotonic()
-        while not any(tmp_path.glob(f"home/hub/*/snapshots/*/{shards[0]}")):
-            assert time.monotonic() - begin < 60
-            time.sleep(0.1)
+        assert wait_until(lambda: any(tmp_path.glob(f"home/hub/*/snapshots/*/{shards[0]}")))
     finally:
         pulling.kill()
         pulling.wait()

@@ -92,6 +92,7 @@ def test_variables_of_one_command_do_not_reach_another(monkeypatch):
     ("text", "message"),
     [
         ("prot: 1", "'prot' is no option of `quire serve` (did you mean port?)"),
+        ("tp-size: 2", "'tp-size' is no option of `quire serve` (use --tensor-parallel-size)"),
         ("port: x", "serve.yaml: port: invalid int value: 'x'"),
         ("port: [1, 2]", "port: takes one value, got a list"),
         ("port:", "port: has no value"),

@@ -22,8 +22,6 @@ def test_defaults_leave_pooling_and_length_to_the_checkpoint():
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
         ("dimensions", 0),
-        ("dimensions", 2.0),
-        ("dimensions", True),
         ("priority", 2**31),
         ("priority", None),
     ],

@@ -200,9 +200,10 @@ def test_output_ends_with_its_field_when_its_constraint_turns_out_too_complex(ll
 
 def test_beam_search_names_the_field_when_its_constraint_turns_out_too_complex(llm):
     asked = BeamSearchParams(beam_width=2, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=TOO_COMPLEX))
-    with pytest.raises(RequestError, match="cannot go on") as caught:
-        llm.beam_search([{"prompt_token_ids": [7, 8, 9]}], asked)
-    assert caught.value.param == "structured_outputs"
+    for _ in range(2):  # masks that the first has asked for are known to the second, which finds out by a token
+        with pytest.raises(RequestError, match="cannot go on") as caught:
+            llm.beam_search([{"prompt_token_ids": [7, 8, 9]}], asked)
+        assert caught.value.param == "structured_outputs"
 
 
 def test_request_is_refused_when_banned_words_leave_nothing_of_its_constraint(llm):

@@ -268,6 +268,7 @@ def test_pages_are_not_read_when_computing_is_faster(monkeypatch, options, expec
         return read(store, key, into)
 
     monkeypatch.setattr(DiskStore, "read", slowly)
+    monkeypatch.setattr(disk_tier, "_MAX_SHARE", 0.8)
     with make_llm(**options) as llm:
         disk = llm.llm_engine.disk_tier
         assert run(llm, [OTHERS[0]])[1] == [0]  # measures computing

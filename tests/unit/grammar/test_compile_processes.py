@@ -21,8 +21,10 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.sandbox import SandboxedCompiler
+from tests.ranks import command_lines_of_children, is_alive
 from tests.unit.engine.held_masks import HeldCompiler
 from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
+from tests.unit.grammar.test_compiler import compile_one
 
 TEXTS = ("ab", "ba", "abb", "bba", "a0", '"a', " a", "yes", "no")
 HANG = """
@@ -94,11 +96,6 @@ sandbox_main.main()
 @pytest.fixture(scope="module")
 def vocabulary():
     return make_vocabulary(TEXTS, size=300)
-
-
-def compile_one(compiler, kind, source, **options):
-    text = source if isinstance(source, str) else json.dumps(source)
-    return compiler.start(Constraint(kind=kind, source=text, **options)).result()
 
 
 @contextlib.contextmanager
@@ -195,23 +192,9 @@ def wait_until(is_so):
         time.sleep(0.001)
 
 
-def read_process(pid):
-    """Return the state of a process and the number of the one that has started it."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    return state, int(parent)
-
-
-def is_alive(pid):
-    return read_process(pid)[0] not in "XZ"
-
-
 def group_of(server):
     """Return the numbers of a server's process and of those that it has forked."""
-    others = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [server.pid, *(pid for pid in others if read_process(pid)[1] == server.pid)]
+    return [server.pid, *command_lines_of_children(server.pid)]
 
 
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
@@ -252,7 +235,7 @@ def test_server_that_was_ended_by_the_system_is_started_again(vocabulary):
         compile_one(compiler, "regex", "a")
         (server,) = compiler.sandbox.servers
         pids = group_of(server)
-        for pid in reversed(pids):  # with the first one the others end
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, pids)))
         assert accepts(compile_one(compiler, "regex", "b"), "b")

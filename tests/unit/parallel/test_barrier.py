@@ -45,8 +45,12 @@ def test_wait_ends_in_time_where_the_yields_before_its_sleep_take_longer(monkeyp
     """As on a machine that others use, where a yield takes milliseconds."""
     for name in ("NUM_YIELDS", "_FEW_YIELDS"):
         monkeypatch.setattr(barrier_module, name, 1 << 31)
+    group = SharedGroup(2)
+    late = threading.Timer(20.0, group.barrier(1).wait)
+    late.start()
     with pytest.raises(WorkerError, match="rank 1 has not reached the barrier"):
-        SharedGroup(2).barrier(0).wait(0.02)
+        group.barrier(0).wait(0.02)
+    late.cancel()
 
 
 def test_slow_rank_is_named_in_the_log(monkeypatch, caplog):
@@ -54,9 +58,7 @@ def test_slow_rank_is_named_in_the_log(monkeypatch, caplog):
     group = SharedGroup(2)
 
     def come_when_it_is_told():
-        end_s = time.monotonic() + 30.0
-        while "rank 0 has waited" not in caplog.text and time.monotonic() < end_s:
-            time.sleep(0.01)
+        wait_until(lambda: "rank 0 has waited" in caplog.text)
         group.barrier(1).wait()
 
     late = threading.Thread(target=come_when_it_is_told)
@@ -130,10 +132,8 @@ def test_communicator_reports_the_abort():
     group = SharedGroup(2)
     timer = threading.Timer(0.1, lambda: group.barrier(1).abort(1, AbortReason.FAILED, "rank 1: out of memory"))
     timer.start()
-    began = time.monotonic()
     with pytest.raises(WorkerError, match="out of memory"):
         group.communicator(0).barrier()
-    assert time.monotonic() - began < 20
     timer.join()
 
 
@@ -156,9 +156,7 @@ def test_slow_rank_in_a_collective_is_named_in_the_log(caplog):
     run_threads(3, lambda rank: group.communicator(rank).barrier())
 
     def come_when_both_have_said_it():
-        end_s = time.monotonic() + 60
-        while len(caplog.records) < 2 and time.monotonic() < end_s:
-            time.sleep(0.01)
+        wait_until(lambda: len(caplog.records) == 2)
         group.communicator(2).barrier()
 
     late = threading.Thread(target=come_when_both_have_said_it)

@@ -227,13 +227,6 @@ def test_groups_start_at_the_same_moment():
             thread.join()
 
 
-def test_eight_groups_share_no_memory_and_no_name():
-    groups = [SharedGroup(2) for _ in range(8)]
-    for index, group in enumerate(groups):
-        group.memory.area("ring.slots")[:] = index
-    assert [int(group.memory.area("ring.slots").max()) for group in groups] == list(range(8))
-
-
 @pytest.mark.parametrize("size", [0, 1, 65])
 def test_sizes_that_cannot_be_are_refused(size):
     with pytest.raises(ConfigError, match="2 to 64"):

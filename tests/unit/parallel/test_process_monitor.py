@@ -104,9 +104,7 @@ def end_and_check(operation, victim, signal_number):
     group = SharedGroup(SIZE, times=SIZE * 8, idle=64)
     pids = start_processes(SIZE, lambda rank: run_until_error(group, rank, operation))
     try:
-        deadline_s = time.monotonic() + 30
-        while any(group.barrier(rank).pid(rank) == 0 for rank in range(SIZE)) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        assert wait_until(lambda: all(group.barrier(rank).pid(rank) for rank in range(SIZE)))
         time.sleep(0.15)  # all are in the operation, and know each other's processes
         assert not any(files_in_dev_shm(pid) for pid in pids)
         began_s = time.monotonic()

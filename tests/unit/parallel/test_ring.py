@@ -143,14 +143,12 @@ def test_end_of_the_group_ends_the_wait_of_reader_and_writer():
     writer = RingWriter(group.memory, group.barrier(0))
     timer = threading.Timer(0.1, lambda: group.barrier(2).abort(2, AbortReason.ENDED))
     timer.start()
-    began = time.monotonic()
     with pytest.raises(WorkerError, match="rank 2 has ended"):
         RingReader(group.memory, group.barrier(1)).receive()
     for _ in range(NUM_SLOTS):
         writer.send([0])
     with pytest.raises(WorkerError, match="rank 2 has ended"):
         writer.send([0])
-    assert time.monotonic() - began < 20
     timer.join()
 
 

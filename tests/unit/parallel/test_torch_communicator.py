@@ -194,10 +194,8 @@ def test_wait_ends_when_something_else_knows_that_the_group_has_ended():
     group.barrier = lambda: type("Work", (), {"wait": lambda self: is_over.wait()})()
     communicator = TorchCommunicator(group, "cpu", check=check)
     threading.Timer(0.2, known.set).start()
-    began_s = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 is stopped"):
         communicator.barrier()
-    assert time.monotonic() - began_s < 20
     is_over.set()
     communicator.close()
 

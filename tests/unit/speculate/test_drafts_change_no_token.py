@@ -4,6 +4,7 @@ from pathlib import Path
 
 import head_checkpoints
 import pytest
+from bundled_runs import said
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams
@@ -58,11 +59,6 @@ def generate(llm, indices=ALL, **options):
     outputs = llm.generate([PROMPTS[i] for i in indices], [params(i, **options) for i in indices], use_tqdm=False)
     check_invariants(llm.llm_engine.scheduler)
     return [output.outputs[0] for output in outputs], outputs
-
-
-def said(choice):
-    """What a client sees of a choice."""
-    return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs, choice.cumulative_logprob
 
 
 @pytest.fixture(scope="module", params=CACHES)

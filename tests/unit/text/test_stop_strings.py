@@ -69,10 +69,6 @@ def test_included_stop_string_holds_nothing_back():
     assert [scanner.feed(c) for c in "abc"] == [("a", None), ("b", None), ("c", "abc")]
 
 
-def test_without_stop_strings_text_passes():
-    assert run(["a", "b"], ()) == ("ab", None)
-
-
 def test_empty_stop_string_is_rejected():
     with pytest.raises(RequestError):
         StopStringScanner(("a", ""), False)

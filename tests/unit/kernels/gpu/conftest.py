@@ -31,6 +31,11 @@ READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
 
 
+def draw(*shape, dtype=torch.float32, seed=0, device="cpu"):
+    """Return a normally distributed tensor."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
 def release(package):
     return tuple(int(part) for part in version(package).split(".")[:2])
 

@@ -17,6 +17,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.host_step import SAMPLINGS
 from tests.lora_adapter import write_adapter, write_stacks
 from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import draw
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, greedy, tokens
 from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper, prompt
 
@@ -105,7 +106,7 @@ def test_a_place_that_is_free_again_holds_the_next_adapter_only(adapted, device)
     reused.unload(adapters[0].key)
     for holder in (fresh, reused):
         holder.load(adapters[1])
-    x = torch.randn(2, spec.hidden_size, generator=torch.Generator().manual_seed(1)).to(getattr(torch, spec.dtype)).to(device)
+    x = draw(2, spec.hidden_size, seed=1).to(getattr(torch, spec.dtype)).to(device)
     numbers = torch.tensor([0, -1], dtype=torch.int32, device=device)
     width = sum(len(adapters[0].pairs[f"layers.0.{name}"].b) for name in "qkv")
     found = [holder.rows(numbers).add_to(x.new_zeros(2, width), x, "layers.0.qkv") for holder in (fresh, reused)]

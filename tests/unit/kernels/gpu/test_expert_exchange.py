@@ -14,7 +14,7 @@ from quire.parallel.expert_placement import ExpertPlacement
 from quire.planner import expert_exchange
 from tests.device_ranks import gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, draw
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo")
 
@@ -53,7 +53,7 @@ class Exchange:
         self._form = (lambda rows, num_rows: packed(rows)) if is_float8 else None
         self._inner = gloo_communicators(len(placement))
         self.noting, self._is_divided = [Noting(each) for each in self._inner], is_divided
-        self.weights = torch.randn(NUM_EXPERTS, WIDTH, generator=torch.Generator().manual_seed(1))
+        self.weights = draw(NUM_EXPERTS, WIDTH, seed=1)
         self._placement, self.exchanges, self.ranks = placement, [], []
         for rank, communicator in enumerate(self.noting):
             shard = SimpleNamespace(rank=rank, ranks=[SimpleNamespace(vocabulary=SimpleNamespace(size=1))] * len(placement))

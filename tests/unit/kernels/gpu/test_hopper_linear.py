@@ -14,6 +14,7 @@ from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, p
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 from quire.kernels.triton.tiles import LargeBatchTile
 from quire.model.device_linear import DeviceLinear
+from tests.unit.kernels.gpu.conftest import draw
 from tests.unit.kernels.gpu.gluon_emulation import GluonEmulation
 from tests.unit.kernels.gpu.test_triton_linear import on
 
@@ -41,7 +42,7 @@ def weight_of(kind, num_rows, num_columns, group):
 
 
 def inputs(num_tokens, num_columns, dtype=BF16):
-    return torch.randn(num_tokens, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return draw(num_tokens, num_columns, seed=1, dtype=dtype)
 
 
 def check(x, weight_and_dense, device, tile=(64, 3), bias=None):

@@ -5,7 +5,7 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.adding import add_parts_launch
-from tests.unit.kernels.gpu.test_triton_layers import random
+from tests.unit.kernels.gpu.conftest import draw
 
 F16 = pytest.param(torch.float16, marks=pytest.mark.slow, id="f16")
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16"), F16])
@@ -23,7 +23,7 @@ def sum_of(parts):
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("width", [37, pytest.param(1500, marks=pytest.mark.slow)])
 def test_sums_have_the_bits_of_the_reference(num_ranks, width, dtype, device):
-    parts = random(num_ranks, 3, width, dtype=dtype)
+    parts = draw(num_ranks, 3, width, dtype=dtype)
     out = torch.empty(3, width, dtype=dtype, device=device)
     add_parts_launch(out, parts.to(device)).run()
     assert torch.equal(out.cpu(), sum_of(parts))
@@ -32,7 +32,7 @@ def test_sums_have_the_bits_of_the_reference(num_ranks, width, dtype, device):
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_sums_are_added_to_the_residual_stream_with_every_step_rounded(scale, dtype, device):
-    parts, x = random(4, 3, 40, dtype=dtype), random(3, 40, dtype=dtype, seed=1)
+    parts, x = draw(4, 3, 40, dtype=dtype), draw(3, 40, dtype=dtype, seed=1)
     out = x.clone().to(device)
     add_parts_launch(out, parts.to(device), scale).run()
     branch = sum_of(parts)
@@ -41,7 +41,7 @@ def test_sums_are_added_to_the_residual_stream_with_every_step_rounded(scale, dt
 
 
 def test_a_row_has_the_same_bits_at_any_number_of_rows(device):
-    parts = random(3, 9, 40).to(device)
+    parts = draw(3, 9, 40).to(device)
     whole, one = torch.empty(9, 40, device=device), torch.empty(1, 40, device=device)
     add_parts_launch(whole, parts).run()
     for row in range(9):

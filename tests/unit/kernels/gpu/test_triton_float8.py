@@ -13,7 +13,7 @@ from quire.kernels.triton.linear import multiply
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.tile_table import TileRule, TileTable, using
 from quire.model.device_linear import DeviceLinear
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, draw
 
 FP8 = torch.float8_e4m3fn
 F32_TOLERANCE = 1e-3 if HAS_GPU else 2e-5
@@ -41,7 +41,7 @@ def make_weight(num_rows, num_columns, block, device, seed=0):
 @pytest.mark.parametrize("group_size, num_columns", [(128, 384), (96, 192), (300, 300), (1, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_are_rounded_by_the_largest_value_of_each_group(group_size, num_columns, dtype, device):
-    x = 5 * torch.randn(7, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = 5 * draw(7, num_columns, seed=1, dtype=dtype)
     x[2] = 0
     codes, scales = (part.cpu() for part in quantize(x.to(device), group_size))
     sizes = x.float().view(7, -1, group_size).abs().amax(-1)
@@ -60,7 +60,7 @@ def test_rows_are_rounded_by_the_largest_value_of_each_group(group_size, num_col
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_products_are_those_of_the_rounded_rows(shape, block, dtype, device):
     weight, dense = make_weight(*shape, block, device)
-    x = torch.randn(67, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = draw(67, shape[1], seed=1, dtype=dtype)
     bias = torch.linspace(-3, 3, shape[0]).to(dtype)
     codes, scales = (part.cpu() for part in quantize(x.to(device), weight.group_size))
     rounded = codes.double() * spread(scales, weight.group_size)[:, : shape[1]]
@@ -78,7 +78,7 @@ def test_products_of_wide_tiles_and_of_parts_of_sums_are_those_of_the_rounded_ro
     shape = (300, 256) if tile[0] == 256 else (20, 2048)  # few rows and many columns: two programs share a sum
     rules = {"float8": (TileRule({}, {"rows": tile[0], "tokens": tile[1], "num_warps": 4, "num_stages": 3}),)}
     weight, dense = make_weight(*shape, (128, 128), device)
-    x, bias = torch.randn(9, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16(), torch.linspace(-3, 3, shape[0])
+    x, bias = draw(9, shape[1], seed=1, dtype=torch.bfloat16), torch.linspace(-3, 3, shape[0])
     codes, scales = (part.cpu() for part in quantize(x.to(device), 128))
     expected = codes.double() * spread(scales, 128) @ dense.T + bias.double()
     with using(TileTable("d", "9.0", rules)):
@@ -106,7 +106,7 @@ def test_the_bound_on_a_gpu_holds_where_sums_have_as_few_bits_as_there(monkeypat
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda builder, a, b, d, *_: rounded_sums(a, b, d, TensorHandle))
     weight, dense = make_weight(20, 384, (128, 128), device)
-    x = torch.randn(9, 384, generator=torch.Generator().manual_seed(1))
+    x = draw(9, 384, seed=1)
     codes, scales = quantize(x, weight.group_size)
     expected = codes.double() * spread(scales, weight.group_size) @ dense.T
     error = (multiply_float8(x, weight).double() - expected).abs().max() / expected.abs().max()
@@ -115,7 +115,7 @@ def test_the_bound_on_a_gpu_holds_where_sums_have_as_few_bits_as_there(monkeypat
 
 def test_rows_with_values_far_out_leave_the_others_as_they_are(device):
     weight, _ = make_weight(40, 256, (128, 128), device)
-    x = torch.randn(66, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = draw(66, 256, seed=1, dtype=torch.bfloat16)
     x[3] *= 1e30
     x[4, 7], x[5, 200] = torch.nan, torch.inf
     found = multiply_float8(x.to(device), weight).cpu()
@@ -163,7 +163,7 @@ def test_what_is_compiled_ahead_are_the_products_that_the_cuda_of_torch_lacks(cu
 
 def test_layers_round_activations_when_there_are_many_unless_sums_have_an_order(device):
     weight, _ = make_weight(64, 256, (128, 128), device)
-    x = torch.randn(float8.FLOAT8_FROM, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    x = draw(float8.FLOAT8_FROM, 256, seed=1, dtype=torch.bfloat16).to(device)
     layer = DeviceLinear((weight,))
     assert torch.equal(layer(x), multiply_float8(x, weight))
     assert torch.equal(layer(x[1:]), multiply(x[1:], weight))

@@ -27,15 +27,11 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_layers import reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.parameters import parameter_shapes
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, draw
 
 RMS, GEMMA = NormSpec("rms", 1e-6), NormSpec("rms", 1e-6, offset=1, late_cast=True)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def draw(*shape, dtype=torch.float32, seed=0, device="cpu"):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
 def empty(*shape, dtype, device):

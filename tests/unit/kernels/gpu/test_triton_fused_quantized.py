@@ -22,7 +22,8 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
-from tests.unit.kernels.gpu.test_triton_fused import GEMMA, RMS, TOLERANCES, draw
+from tests.unit.kernels.gpu.conftest import draw
+from tests.unit.kernels.gpu.test_triton_fused import GEMMA, RMS, TOLERANCES
 from tests.unit.kernels.gpu.test_triton_linear import on
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}

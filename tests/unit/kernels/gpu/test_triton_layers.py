@@ -16,6 +16,7 @@ from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize, normalize_unweighted
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from tests.unit.kernels.gpu.conftest import draw
 
 F16 = pytest.param(torch.float16, marks=pytest.mark.slow, id="f16")
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16"), F16])
@@ -28,10 +29,6 @@ NORMS = {
 }
 
 
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def assert_close(found, expected, f32=2e-6):
     """Assert equality up to the last bits: of f32, or of one rounding to a half type where two sums differ."""
     steps = {torch.float32: f32, torch.bfloat16: 2**-7, torch.float16: 2**-10}[expected.dtype]
@@ -40,8 +37,8 @@ def assert_close(found, expected, f32=2e-6):
 
 
 def make_norm(spec, width, dtype, seed=1):
-    bias = random(width, dtype=dtype, seed=seed + 1) if spec.has_bias else None
-    return spec, random(width, dtype=dtype, seed=seed), bias
+    bias = draw(width, dtype=dtype, seed=seed + 1) if spec.has_bias else None
+    return spec, draw(width, dtype=dtype, seed=seed), bias
 
 
 def on(device, norm):
@@ -53,7 +50,7 @@ def on(device, norm):
 @pytest.mark.parametrize("spec", NORMS.values(), ids=NORMS.keys())
 @pytest.mark.parametrize("width", [1, 37, pytest.param(1024, marks=pytest.mark.slow)])
 def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
-    x = 3 * random(5, 2 * width, dtype=dtype)[:, :width]
+    x = 3 * draw(5, 2 * width, dtype=dtype)[:, :width]
     norm = make_norm(spec, width, dtype)
     found = normalize(x.to(device), on(device, norm))
     if width == 1 and spec.kind == "rms":
@@ -64,7 +61,7 @@ def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_row_over_its_size_has_the_same_bits_alone_as_among_others(kind, device):
-    x = random(7, 3, 300).bfloat16().to(device)[..., :256]
+    x = draw(7, 3, 300).bfloat16().to(device)[..., :256]
     found = normalize_unweighted(x, NormSpec(kind, 1e-5))
     torch.testing.assert_close(found, reference.normalize_unweighted(x, NormSpec(kind, 1e-5)))
     assert torch.equal(normalize_unweighted(x[4:5, 1:2], NormSpec(kind, 1e-5)), found[4:5, 1:2])
@@ -75,7 +72,7 @@ def test_a_row_over_its_size_has_the_same_bits_alone_as_among_others(kind, devic
 @pytest.mark.parametrize("branch_spec", [None, NORMS["gemma"]], ids=["plain", "sandwich"])
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 def test_add_and_normalize_changes_the_residual_stream_and_returns_its_norm(branch_spec, scale, dtype, device):
-    x, branch = random(3, 96, dtype=dtype), random(3, 96, dtype=dtype, seed=5)
+    x, branch = draw(3, 96, dtype=dtype), draw(3, 96, dtype=dtype, seed=5)
     norm = make_norm(NORMS["rms"], 96, dtype)
     branch_norm = None if branch_spec is None else make_norm(branch_spec, 96, dtype, seed=7)
     added = branch if branch_norm is None else normalize_ref(branch, *branch_norm)
@@ -91,7 +88,7 @@ def test_add_and_normalize_changes_the_residual_stream_and_returns_its_norm(bran
 @DTYPES
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activate_multiplies_the_rounded_activation_with_the_other_half(activation, dtype, device):
-    both = 3 * random(3, 2 * 1037, dtype=dtype)
+    both = 3 * draw(3, 2 * 1037, dtype=dtype)
     gate, up = both.to(device).chunk(2, dim=-1)
     expected = ACTIVATIONS[activation](both[:, :1037])
     assert_close(activate(gate, None, activation), expected, f32=1e-5)
@@ -131,7 +128,7 @@ FAST_HEADS = [("none", "no-norm"), ("whole", "rms"), ("part-f32", "gemma")]
 def test_place_heads_equals_norm_rope_and_store_one_after_the_other(few_tokens, norm_spec, rope, dtype, device, monkeypatch):
     monkeypatch.setattr(qk_rope_store, "_FEW_TOKENS", few_tokens)
     num_tokens, num_heads, num_kv_heads, head_dim, block_size = 3, 6, 3, 48, 4
-    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    qkv = draw(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     positions = torch.arange(num_tokens) * 7 % 90
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(2))[:num_tokens]
     slots[1] = -1
@@ -166,7 +163,7 @@ def test_place_heads_equals_norm_rope_and_store_one_after_the_other(few_tokens, 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_place_heads_quantises_each_head_of_a_token_by_its_largest_value(stored, device):
-    k, v = random(5, 2, 40), 1e-3 * random(5, 2, 40, seed=3)
+    k, v = draw(5, 2, 40), 1e-3 * draw(5, 2, 40, seed=3)
     v[2, 1] = 0.0
     slots = torch.tensor([3, 0, 7, 9, -5])
     shape = (3, 2, 4)
@@ -174,7 +171,7 @@ def test_place_heads_quantises_each_head_of_a_token_by_its_largest_value(stored,
         *(torch.zeros(*shape, 40, dtype=stored, device=device) for _ in range(2)),
         *(torch.full(shape, 7.0, device=device) for _ in range(2)),
     )
-    projected = Projections(*(part.to(device) for part in (random(5, 4, 40), k, v)))
+    projected = Projections(*(part.to(device) for part in (draw(5, 4, 40), k, v)))
     place_heads(projected, cache, slots.to(device), torch.zeros(5, dtype=torch.int64, device=device), None)
     for dense, values, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
         largest = 127 if stored == torch.int8 else 448
@@ -192,7 +189,7 @@ def test_place_heads_quantises_each_head_of_a_token_by_its_largest_value(stored,
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_a_nan_is_one_for_all_that_attend_to_it_when_keys_and_values_are_quantised(stored, part, device):
     """Else a failed sequence would go on with wrong tokens."""
-    parts = {"q": random(2, 2, 16), "k": random(2, 1, 16), "v": random(2, 1, 16)}
+    parts = {"q": draw(2, 2, 16), "k": draw(2, 1, 16), "v": draw(2, 1, 16)}
     parts[part][0, 0, 3] = torch.nan
     cache = KvCache(
         *(torch.zeros(2, 1, 4, 16, dtype=stored, device=device) for _ in range(2)),

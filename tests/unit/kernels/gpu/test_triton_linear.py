@@ -9,6 +9,7 @@ from quire.base.errors import InvariantError
 from quire.kernels.triton import linear
 from quire.kernels.triton.linear import dequantize, in_order_launches, multiply, multiply_in_order
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, join_rows, pack_float4, pack_float8, pack_integers
+from tests.unit.kernels.gpu.conftest import draw
 
 
 def on(device, weight):
@@ -46,7 +47,7 @@ def test_integers_are_multiplied_as_they_stand(num_groups, low, high, has_offset
     weight = pack_integers(codes, scale, offset if has_offset else None)
     assert weight.is_packed == (high - low == 15)
     assert weight.shape == (70, num_columns)
-    x = torch.randn(5, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = draw(5, num_columns, seed=1, dtype=dtype)
     check(x, dense, weight, device, bias=torch.linspace(-3, 3, 70).to(dtype))
 
 
@@ -68,7 +69,7 @@ def test_floats_of_4_bits_take_half_a_byte_and_are_exact(dtype, device):
     assert weight.codes.nbytes == 70 * 192 / 2
     assert weight.shape == (70, 192)
     assert torch.equal(dequantize(on(device, weight), torch.float32).cpu().double(), dense)
-    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = draw(5, 192, seed=1, dtype=dtype)
     check(x, dense, weight, device, bias=torch.linspace(-3, 3, 70).to(dtype))
 
 
@@ -104,7 +105,7 @@ def test_sums_are_split_by_the_shape_of_the_weight_alone(device):
     codes, scale, _ = integers(33, 2048, 16, -8, 7)
     weight = pack_integers(codes, scale)
     dense = codes.double() * scale.double().repeat_interleave(128, 1)
-    x = torch.randn(12, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = draw(12, 2048, seed=1, dtype=torch.bfloat16)
     assert linear.multiply_launches(torch.empty(12, 33, dtype=x.dtype), x, weight)[0].grid[2] == 4
     check(x, dense, weight, device)
     together = multiply(x.to(device), on(device, weight))
@@ -144,7 +145,7 @@ def test_columns_that_were_put_in_order_meet_their_inputs(device):
     dense = torch.empty(40, 64)
     dense[:, order] = codes.float() * scale.repeat_interleave(32, 1)
     weight = dataclasses.replace(pack_integers(codes, scale), columns=order.to(device))
-    check(torch.randn(2, 64, generator=torch.Generator().manual_seed(4)), dense, weight, device)
+    check(draw(2, 64, seed=4), dense, weight, device)
 
 
 def test_joined_weights_are_their_rows_one_after_the_other(device):

@@ -13,6 +13,7 @@ from quire.sampling.logprobs import token_logprobs
 from quire.sampling.processors import process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.row_processors import SlotProcessors
+from tests.unit.kernels.gpu.conftest import draw
 
 VOCAB = 5003
 
@@ -26,7 +27,7 @@ def logprobs_of(logits, token_ids, num_tops, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_log_probabilities_ranks_and_order_are_those_of_the_host(dtype, device):
-    logits = 3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2))
+    logits = 3 * draw(5, VOCAB, seed=2)
     logits[1] = logits[1].round()  # ties everywhere
     logits[2, 7:] = -torch.inf
     logits[3] = torch.where(torch.arange(VOCAB) % 2 == 0, 0.0, -0.0)
@@ -93,7 +94,7 @@ def rows_and_tables(device, output):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_processed_logits_have_the_bits_of_the_host_and_sampled_tokens_are_counted(dtype, device):
     rows, tables, options = rows_and_tables(device, (9, 4000, 9))
-    logits = (2 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(3))).to(dtype)
+    logits = (2 * draw(len(rows), VOCAB, seed=3)).to(dtype)
     for token_id in (9, 11, -1):
         out = torch.empty(len(rows), VOCAB, device=device)
         process_launch(out, logits.to(device), tables, options).run()

@@ -15,6 +15,7 @@ from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_integers
 from quire.model.lora.device_heads import HeadMatrices
 from quire.model.lora.experts import LowRankPair
+from tests.unit.kernels.gpu.conftest import draw
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 ROWS = {
@@ -27,7 +28,7 @@ ROWS = {
 
 
 def random(*shape, dtype, device, seed):
-    return (0.3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(device)
+    return (0.3 * draw(*shape, seed=seed)).to(dtype).to(device)
 
 
 def sizes(device, dtype, rank=5, widths=(37, 70), num_columns=50, num_adapters=3):

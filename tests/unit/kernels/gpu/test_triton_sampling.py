@@ -15,6 +15,7 @@ from quire.kernels.reference.noise import gumbel_noise
 from quire.kernels.triton import noise, sampling
 from quire.kernels.triton.sampling import row_options, sample_rows
 from quire.sampling.truncation import has_truncation, truncate
+from tests.unit.kernels.gpu.conftest import draw
 
 VOCAB = 5003
 PLAIN = DrawOptions(1.0, False, 0, 1.0, -math.inf, 7, 11)
@@ -82,7 +83,7 @@ def check(logits, options, device, **keywords):
 
 
 def random_logits(num_rows, spread, seed=0, vocab=VOCAB):
-    return spread * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
+    return spread * draw(num_rows, vocab, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

@@ -7,6 +7,7 @@ import threading
 from quire.serving.batch import service as service_module
 from quire.serving.errors import overloaded
 from tests.unit.serving.batch.running_batches import URL, Worker, ended, line, service_of, upload
+from tests.unit.serving.http.shell import until
 
 
 class Gate(Worker):
@@ -33,18 +34,12 @@ async def enter(service, names, owner="ann"):
     return await service.add_batch(owner, file.id, URL)
 
 
-async def settle(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def test_batch_of_one_owner_ends_while_a_line_of_another_takes_for_ever():
     async def go():
         worker = Gate("slow")
         async with service_of(None, worker, window=2) as service:
             slow = await enter(service, ["slow", "slow_rest"])
-            await settle(lambda: worker.begun == ["slow"])
+            await until(lambda: worker.begun == ["slow"])
             other = await ended(service, (await enter(service, ["a", "b", "c"], "bob")).id, "bob")
             held = await service.batch("ann", slow.id)
             worker.gate.set()
@@ -80,7 +75,7 @@ def test_places_go_to_owners_in_turn_when_all_want_more_than_there_are():
         worker = Gate("ann", "bob")
         async with service_of(None, worker, window=4) as service:
             batches = [(await enter(service, [f"{owner}{n}" for n in range(8)], owner)).id for owner in ("ann", "bob")]
-            await settle(lambda: len(worker.begun) == 4)
+            await until(lambda: len(worker.begun) == 4)
             worker.gate.set()
             return [await ended(service, batch, owner) for batch, owner in zip(batches, ("ann", "bob"), strict=True)], worker
 
@@ -100,9 +95,9 @@ def test_line_that_waits_to_be_tried_again_takes_nobodys_place():
 
         async with service_of(None, execute, window=3) as service:
             first = await enter(service, ["a", "b"])
-            await settle(lambda: refuse.calls["b"] == 1)
+            await until(lambda: refuse.calls["b"] == 1)
             second = await enter(service, ["bob1", "bob2"], "bob")
-            await settle(lambda: worker.num_running == 2)
+            await until(lambda: worker.num_running == 2)
             worker.gate.set()
             return await ended(service, first.id), await ended(service, second.id, "bob")
 

@@ -4,7 +4,7 @@ import asyncio
 
 from quire.serving.batch.endpoints import ENDPOINTS
 from tests.unit.serving.batch.running_batches import Worker, service_of
-from tests.unit.serving.http.shell import exchange, running
+from tests.unit.serving.http.shell import exchange, running, until
 
 MIB = 1 << 20
 HEAD = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=B\r\n"
@@ -35,17 +35,11 @@ def with_files(test, **options):
     asyncio.run(go())
 
 
-async def until_held(context, num_bytes):
-    async with asyncio.timeout(60):
-        while context.bodies.num_bytes < num_bytes:
-            await asyncio.sleep(0.005)
-
-
 def test_uploads_take_room_among_the_bodies_and_no_more_than_is_in_memory():
     async def test(port, context):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(UNKNOWN + chunks(PURPOSE + FILE, *[b"x" * (MIB // 4)] * 12))
-        await until_held(context, MIB)
+        await until(lambda: context.bodies.num_bytes >= MIB)
         assert context.bodies.num_bytes < 1.5 * MIB  # though 3 MiB have come, or will
         for request in (upload(MIB), UNKNOWN + chunks(PURPOSE + FILE, *[b"x" * (MIB // 4)] * 4)):
             answer = await exchange(port, request, until_close=True)
@@ -53,9 +47,7 @@ def test_uploads_take_room_among_the_bodies_and_no_more_than_is_in_memory():
             assert b"too_many_body_bytes" in answer
         assert (await exchange(port, upload(10_000))).split()[1] == b"200"
         writer.close()
-        async with asyncio.timeout(60):
-            while context.bodies.num_bytes:
-                await asyncio.sleep(0.005)
+        await until(lambda: not context.bodies.num_bytes)
         assert (await exchange(port, upload(3 * MIB))).split()[1] == b"200"
 
     with_files(test, max_body_bytes=MIB, max_held_body_bytes=MIB + MIB // 2)

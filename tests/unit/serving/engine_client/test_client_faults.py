@@ -22,15 +22,16 @@ from quire.serving.engine_client.subscription import Subscription
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
 from tests.no_threads import no_threads
-from tests.ranks import is_alive
+from tests.ranks import is_alive, wait_until
 from tests.unit.serving.engine_client import fake_engine as fake
+from tests.unit.serving.http.shell import until
 
 COMMAND = (sys.executable, str(Path(fake.__file__)))
 WATCHDOG_S = 1.2  # the fake engine beats 20 times a second: on a busy machine it must not seem dead
 
 
 def options(**changes):
-    fast = {"first_delay_s": 0.02, "watchdog_timeout_s": 30.0, "start_timeout_s": 60.0, "log_level": "CRITICAL"}
+    fast = {"first_delay_s": 0.02, "watchdog_timeout_s": 30.0, "start_timeout_s": 200.0, "log_level": "CRITICAL"}
     return LinkOptions(**{"command": COMMAND, **fast, **changes})
 
 
@@ -53,13 +54,6 @@ def counted(max_tokens):
     return "".join(f"{n} " for n in range(1, max_tokens + 1))
 
 
-async def until(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        await asyncio.sleep(0.005)
-
-
 def with_client(scenario, model="fake", config=None, loop_factory=None, **changes):
     """Run a scenario with a started client, and close it."""
 
@@ -67,7 +61,7 @@ def with_client(scenario, model="fake", config=None, loop_factory=None, **change
         client = EngineClient(EngineConfig(model=model, **(config or {})), options(**changes))
         try:
             await client.start()
-            await asyncio.wait_for(scenario(client), 60)
+            await asyncio.wait_for(scenario(client), 250)
         finally:
             await client.close()
         assert client.num_unfinished == 0
@@ -303,7 +297,7 @@ def test_bug_in_the_client_leaves_nobody_waiting(monkeypatch):
 )
 def test_start_raises_what_the_engine_says(model, kind, match):
     async def main():
-        client = EngineClient(EngineConfig(model=model), options(start_timeout_s=1.5 if model == "fail-hang" else 60))
+        client = EngineClient(EngineConfig(model=model), options(start_timeout_s=1.5 if model == "fail-hang" else 200))
         with pytest.raises(kind, match=match):
             await client.start()
         assert client.state == "failed"
@@ -408,10 +402,7 @@ def test_engine_ends_when_the_server_is_killed(code):
     server.kill()
     server.wait()
     server.stdout.close()
-    deadline_s = time.monotonic() + 60
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_what_waits_for_a_reader_goes_to_it_in_one_piece_when_the_loop_is_late():

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from quire.serving.engine_client.fleet import EngineFleet, open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
 from tests.unit.serving.engine_client import fake_engine as fake
+from tests.unit.serving.engine_client.test_client_faults import read as read_deltas
+from tests.unit.serving.http.shell import until
 
 COMMAND = (sys.executable, "-m", "tests.unit.serving.engine_client.fake_engine")
 LINK = {"command": COMMAND, "first_delay_s": 0.02, "log_level": "WARNING", "watchdog_timeout_s": 60.0}
@@ -39,17 +40,7 @@ def request(name, token_ids=(5, 6, 7), max_tokens=3, **changes):
 
 
 async def read(subscription):
-    deltas = [await subscription.next()]
-    while not deltas[-1].finished:
-        deltas.append(await subscription.next())
-    return [token_id for delta in deltas for choice in delta.choices for token_id in choice.token_ids]
-
-
-async def until(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        await asyncio.sleep(0.01)
+    return [token_id for delta in await read_deltas(subscription) for choice in delta.choices for token_id in choice.token_ids]
 
 
 def run(scenario, *models, **link):

@@ -18,7 +18,8 @@ from quire.serving.engine_client.ray_engines import RayLauncher, Resources, thre
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
 from tests.unit.serving.engine_client import fake_engine as fake
-from tests.unit.serving.engine_client.test_client_faults import counted, read, request, text_of, until, with_client
+from tests.unit.serving.engine_client.test_client_faults import counted, read, request, text_of, with_client
+from tests.unit.serving.http.shell import until
 
 
 class FakeRay(ModuleType):

@@ -96,6 +96,12 @@ async def end(server):
         assert not pending
 
 
+async def until(condition):
+    async with asyncio.timeout(200):  # a busy machine may take a minute to start an engine
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def exchange(port, request, until_close=False):
     """Send raw bytes and return everything that comes back (up to the end of one answer with a length)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -12,7 +12,7 @@ from quire.base.errors import ConfigError
 from quire.serving.answers import Ready
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError
-from tests.unit.serving.http.shell import endpoint, exchange, post, running
+from tests.unit.serving.http.shell import endpoint, exchange, post, running, until
 
 MIB = 1 << 20
 
@@ -37,9 +37,7 @@ async def break_off(port, context):
     writer.write(head(8 * MIB) + b" " * (4 * MIB))
     await writer.drain()
     writer.close()
-    async with asyncio.timeout(60):
-        while len(context.metrics.requests) == num_before:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(context.metrics.requests) > num_before)
 
 
 async def send_invalid(port, context):
@@ -77,9 +75,7 @@ async def hold(port, context, num_bytes):
     before = context.bodies.num_bytes
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head(MIB + MIB // 2) + b" " * num_bytes)
-    async with asyncio.timeout(60):
-        while context.bodies.num_bytes < before + num_bytes:
-            await asyncio.sleep(0.005)
+    await until(lambda: context.bodies.num_bytes >= before + num_bytes)
     return writer
 
 
@@ -97,9 +93,7 @@ def test_bodies_beyond_the_bound_are_refused_but_small_ones_when_others_are_stal
             small = await exchange(port, post("/echo", b'{"text":"%b"}' % (b"x" * 60_000)))
             for writer in writers:
                 writer.close()
-            async with asyncio.timeout(60):
-                while context.bodies.num_bytes:
-                    await asyncio.sleep(0.005)
+            await until(lambda: not context.bodies.num_bytes)
             later = await exchange(port, post("/echo", b'{"text":"%b"}' % (b"x" * MIB)))
             return by_length, by_bytes, small, later, refused
 
@@ -126,18 +120,11 @@ def test_huge_bodies_are_decoded_one_at_a_time_and_large_ones_meanwhile(monkeypa
         assert len(data) <= MIB or may_end.wait(60)
         return Body(), ()
 
-    async def until(num_bodies):
-        async with asyncio.timeout(60):
-            while len(began) < num_bodies:
-                await asyncio.sleep(0.005)
-
     async def go():
         async with running([endpoint("/echo", echo)]) as (port, context):
             huge = [asyncio.create_task(exchange(port, post("/echo", b" " * (MIB + 1)))) for _ in range(3)]
-            await until(1)
-            async with asyncio.timeout(60):
-                while context.bodies.num_bytes < 3 * MIB:
-                    await asyncio.sleep(0.005)
+            await until(lambda: began)
+            await until(lambda: context.bodies.num_bytes >= 3 * MIB)
             await exchange(port, post("/echo", b" " * (100 << 10)))
             num_first = list(began)
             may_end.set()

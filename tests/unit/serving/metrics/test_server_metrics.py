@@ -61,7 +61,7 @@ def run_request(metrics, clock, times=(101.0, 101.5, 102.5), **job):
     clock.now = 100.0
     record = metrics.opened(make_job("r", 10, 16, arrival_s=99.0, **job))
     clock.now = 100.5
-    metrics.dispatched(record)
+    metrics.dispatched(record, clock.now)
     engine = RequestMetrics(99.0, 100.6, times[0] - 0.01, None, num_cached_tokens=4, num_preemptions=1)
     for i, clock.now in enumerate(times):
         is_last = i == len(times) - 1
@@ -129,7 +129,7 @@ def test_tokens_of_every_generated_choice_count_when_best_of_returns_one():
     metrics, clock = make_metrics()
     clock.now = 100.0
     record = metrics.opened(make_job("r", 10, 20, best_of=5))
-    metrics.dispatched(record)
+    metrics.dispatched(record, clock.now)
     choice = ChoiceDelta(0, "x" * 20, [1] * 20, finish_reason="length")
     engine = RequestMetrics(99.0, 100.5, 101.0, 103.0, num_unreturned_tokens=80)
     metrics.step(StepOutputs([RequestDelta("r", [choice], True, engine)]))
@@ -239,7 +239,7 @@ def test_error_is_a_rejection_and_not_the_servers_when_the_request_is_at_fault(i
     ended = []
     metrics.on_end.append(ended.append)
     record = metrics.opened(make_job("r", 10, 16))
-    metrics.dispatched(record)
+    metrics.dispatched(record, clock.now)
     clock.now += 0.1
     metrics.step(StepOutputs([RequestDelta("r", [], True, error="no regex", error_param="regex", is_refused=is_refused)]))
     found = samples(metrics)
@@ -423,7 +423,7 @@ def test_metrics_names_choose_the_prefix_and_the_labels_of_the_cache():
 
 
 def test_adapters_of_requests_are_labels_of_one_sample_of_now():
-    metrics, _ = make_metrics(metrics_names="vllm")
+    metrics, clock = make_metrics(metrics_names="vllm")
 
     def adapters():
         found = [(dict(key[1:]), value) for key, value in samples(metrics, "vllm").items() if "lora_requests" in key[0]]
@@ -441,7 +441,7 @@ def test_adapters_of_requests_are_labels_of_one_sample_of_now():
         records[name] = metrics.opened(dataclasses.replace(job, request=dataclasses.replace(job.request, lora=lora)))
     assert adapters() == [("4", "", "cats,dogs")]
     for record in records.values():
-        metrics.dispatched(record)
+        metrics.dispatched(record, clock.now)
     assert adapters() == [("4", "", "cats,dogs")]  # the engine has not begun them
     metrics.step(StepOutputs([], report(parts=[StepPart(name, 0, 10, True) for name in ("b", "a", "d")])))
     assert adapters() == [("4", "cats,dogs", "cats")]

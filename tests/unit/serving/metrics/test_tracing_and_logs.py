@@ -20,6 +20,7 @@ from quire.serving.log_format import JsonFormatter, setup_log_format
 from quire.serving.metrics.otlp_exporter import OtlpExporter
 from quire.serving.metrics.request_record import RequestRecord, log_ended
 from quire.serving.metrics.tracing import RequestTracing, TraceParent, parse_traceparent
+from tests.ranks import wait_until
 from tests.unit.serving.request_queue.virtual_engine import make_job
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -195,9 +196,7 @@ def test_spans_are_sent_again_once_when_the_collector_is_busy(collector, monkeyp
     statuses.append(503)
     exporter = OtlpExporter(url)
     exporter.offer(lambda: [{"name": "a"}])
-    deadline_s = time.monotonic() + 30
-    while not exporter.num_sent and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    assert wait_until(lambda: exporter.num_sent)
     exporter.close()
     assert len(requests) == 1
     assert (exporter.num_sent, exporter.num_dropped) == (1, 0)
@@ -231,10 +230,7 @@ def test_exporter_goes_on_when_the_collector_speaks_no_http(caplog):
         with caplog.at_level(logging.WARNING, logger="quire"):
             for num_dropped in (1, 2):
                 exporter.offer(lambda: [{"name": "a"}])
-                deadline_s = time.monotonic() + 30
-                while exporter.num_dropped < num_dropped and time.monotonic() < deadline_s:
-                    time.sleep(0.01)
-                assert exporter.num_dropped == num_dropped
+                assert wait_until(lambda num_dropped=num_dropped: exporter.num_dropped == num_dropped)
         exporter.close()
         thread.join(30)
     assert "BadStatusLine" in caplog.text

@@ -29,6 +29,23 @@ def test_stream_gives_all_tokens_and_ends_when_nothing_happens():
     with_bench(test)
 
 
+def test_request_is_dispatched_when_sending_begins():
+    async def test(bench):
+        submit = bench.engine.submit
+
+        def submit_slowly(request):
+            bench.loop.advance(1.0)
+            return submit(request)
+
+        bench.engine.submit = submit_slowly
+        stream = bench.gateway.open(make_job("a"))
+        record = bench.metrics.records["a"]
+        await read(stream)
+        assert record.dispatched_s == record.opened_s
+
+    with_bench(test)
+
+
 def test_every_generated_token_is_charged_and_learnt_from_when_best_of_returns_one_choice():
     key = ApiKey("a", b"", tokens_per_minute=1000)
 

@@ -17,6 +17,7 @@ from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.errors import ApiError
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.request_queue import EngineGateway
+from tests.unit.serving.http.shell import until
 from tests.unit.serving.request_queue.virtual_engine import make_job
 
 OPTIONS = {"num_kv_blocks": 256, "max_num_seqs": 8, "num_threads": 1}
@@ -59,13 +60,6 @@ async def read(stream):
         async for delta in stream:
             tokens += sum(len(choice.token_ids) for choice in delta.choices)
     return tokens
-
-
-async def until(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        await asyncio.sleep(0.01)
 
 
 def value(server, name, *labels):

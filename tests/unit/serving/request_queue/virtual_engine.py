@@ -46,6 +46,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self):
         return self._jumping.now
 
+    def advance(self, seconds):
+        self._jumping.now += seconds
+
 
 def run_virtual(main):
     """Run a coroutine function, which gets the loop, to its end; what the loop was told of as unhandled fails the test."""

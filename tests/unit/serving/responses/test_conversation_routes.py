@@ -14,10 +14,11 @@ from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.responses import conversation_table
 from quire.serving.responses.conversation_table import StoredConversation
-from quire.serving.responses.store import LIFETIME_S, ResponseStore, StoredResponse
+from quire.serving.responses.store import LIFETIME_S, StoredResponse
 from tests.unit.serving.fakes import FakeGateway, text_script
 from tests.unit.serving.real_app import running_app
 from tests.unit.serving.responses.asking_responses import CALL, TOOL, TOOLED, prompt_of
+from tests.unit.serving.responses.test_response_store import with_store
 
 KEYS = {name: hashlib.sha256(name.encode()).digest() for name in ("ann", "bob")}
 
@@ -291,14 +292,6 @@ async def there(store, number, owner="ann"):
     except ApiError:
         return False
     return True
-
-
-async def with_store(use, folder=None, **options):
-    store = ResponseStore(folder, **options)
-    try:
-        return await use(store)
-    finally:
-        await store.close()
 
 
 def test_conversation_goes_thirty_days_after_its_last_change(tmp_path):
