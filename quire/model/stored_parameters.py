@@ -211,9 +211,10 @@ class CheckpointParameter(StoredParameter):
             rows = self._tensors.rows(self._source.factor)
             factor = (rows if isinstance(rows, Tensor) else rows.dequantize()).float()
         out = torch.empty(self._shape, dtype=self._dtype)
-        for into, part in zip(out.split(_COMPUTED_ROWS), stored.split(_COMPUTED_ROWS), strict=True):
-            rows = part.float() if factor is None else part.float() @ factor
-            into.copy_(F.normalize(rows) if self._source.is_unit else rows)
+        for first in range(0, len(out), _COMPUTED_ROWS):
+            rows = stored[first : first + _COMPUTED_ROWS].float()
+            rows = rows if factor is None else rows @ factor
+            out[first : first + _COMPUTED_ROWS] = F.normalize(rows) if self._source.is_unit else rows
         return out
 
 

@@ -74,13 +74,13 @@ def _read_attention(config: ConfigView, kind: LayerType, window: int | None) -> 
     if not isinstance(values, dict):
         raise config.error(f"rope_parameters.{kind}", values, "an object")
     own = {"rope_theta": config.number(_THETA[kind]), "partial_rotary_factor": config.number("partial_rotary_factor")}
-    values = {**own, **values, "truncate": ropes.get("truncate", True)}  # as in read_layer_rope
+    truncate = ropes.get("truncate", True)  # as in read_layer_rope
     return AttentionSpec(
         num_heads,
         num_kv_heads,
         head_dim,
         scale=head_dim**-0.5,
-        rope=read_named_rope(config, f"rope_parameters.{kind}", values, head_dim),
+        rope=read_named_rope(config, f"rope_parameters.{kind}", {**own, **values, "truncate": truncate}, head_dim),
         window=window,
         has_qkv_bias=config.boolean("attention_bias"),
         has_sinks=window is not None,

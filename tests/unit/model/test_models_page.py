@@ -70,6 +70,8 @@ def _description(model_type):
     reader = FAMILIES.get(model_type).read_spec.__module__.rpartition(".")[2]
     names = (model_type, model_type.removesuffix("_text"), reader)
     module = next(module for name in names if (module := _module(name)) is not None)
+    if model_type != module.MODEL_TYPE:
+        return f"See `{module.MODEL_TYPE}`."
     return " ".join(module.__doc__.split("\n\n")[0].split())
 
 
