@@ -188,7 +188,9 @@ def test_limit_of_what_is_open_is_probed_too(vocabulary):
 
 
 def wait_until(is_so):
+    end_s = time.monotonic() + 60
     while not is_so():
+        assert time.monotonic() < end_s
         time.sleep(0.001)
 
 

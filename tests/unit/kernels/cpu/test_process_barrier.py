@@ -154,7 +154,7 @@ def test_wait_in_the_main_thread_can_be_interrupted():
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        native.wait_for_barrier(shared.state, 0, 2)
+        native.wait_for_barrier(shared.state, 0, 2, 90.0)
     thread.join()
 
 
