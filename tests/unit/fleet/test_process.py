@@ -4,7 +4,6 @@ import asyncio
 import json
 import stat
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from quire.fleet.manager import ModelStartError
 from quire.fleet.process import ServerLauncher
 from quire.serving.auth import hash_key, read_key_file
 from quire.serving.config import ApiKey
+from tests.ranks import wait_until
 
 SHOW = "import os, sys, json; open(sys.argv[2] + '.seen', 'w').write(json.dumps([sys.argv[1], dict(os.environ)])); sys.exit(3)"
 SLEEP = "import time; time.sleep(600)"
@@ -73,8 +73,7 @@ def test_process_that_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr("quire.fleet.process._KILL_AFTER_S", 0.2)
     with launcher_of(DEAF) as launcher:
         process = launcher.launch(ENTRY)
-        while not Path(process.address.uds.replace(".sock", ".json.up")).exists():
-            time.sleep(0.02)
+        assert wait_until(Path(process.address.uds.replace(".sock", ".json.up")).exists)
 
         async def work():
             await process.stop()

@@ -19,6 +19,7 @@ from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.endpoint import bind
 from quire.serving.http.app import make_app
 from tests.unit.serving.fakes import FakeGateway, make_served, text_script
+from tests.unit.serving.http.shell import until
 from tests.unit.serving.real_app import BASE, running_app
 
 SERVED = make_served()
@@ -114,8 +115,7 @@ def test_cancelled_batch_keeps_what_had_ended(tmp_path):
     async def use(client, _):
         requests = [request("one"), request("slow", system="slow"), request("later", system="slow")]
         made = await client.messages.batches.create(requests=requests)
-        while not done:
-            await asyncio.sleep(0.01)
+        await until(lambda: done)
         cancelled = await client.messages.batches.cancel(made.id)
         found = await ended(client, made.id)
         with pytest.raises(anthropic.BadRequestError):

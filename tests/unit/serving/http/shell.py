@@ -75,8 +75,7 @@ async def running(endpoints, **options):
         )
     )
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started)
     try:
         yield sock.getsockname()[1], context
     finally:

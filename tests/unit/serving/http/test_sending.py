@@ -9,7 +9,7 @@ from quire.serving.answers import DirectSink, Stream, Unary
 from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, overloaded
-from tests.unit.serving.http.shell import ask, echo, endpoint, exchange, post, running
+from tests.unit.serving.http.shell import ask, echo, endpoint, exchange, post, running, until
 
 
 async def error_frames(error, frames):
@@ -175,8 +175,7 @@ def stopped_by_leaving(make_answer, wait_for_answer, request=WHOLE_REQUEST):
         async with running([endpoint("/s", handler)]) as (port, context):
             await leave(port, request, wait_for_answer, started)
             await asyncio.wait_for(stopped.wait(), 60)
-            while not context.metrics.requests:
-                await asyncio.sleep(0.005)
+            await until(lambda: context.metrics.requests)
             return context.metrics.requests
 
     return asyncio.run(go())
