@@ -261,7 +261,7 @@ def _with_values(message: str, path: str, body: object, struct_type: type[msgspe
     if message.startswith("Expected") and ", got" not in message:
         given = (
             f"one of length {len(value)}"
-            if " of length " in message and isinstance(value, str | list | dict)
+            if " of length " in message and isinstance(value, str | list | dict) and "[...]" not in path
             else show_value(value)
         )
         return f"{message}, got {given}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 def find_value(body: object, path: str) -> object:
-    """Return the value at a path such as "messages[2].role", `msgspec.UNSET` if there is none."""
+    """Return the value at a path such as "messages[2].role", `msgspec.UNSET` if there is none; for [...] the object of it."""
     for name, position in _steps(path):
         if isinstance(body, dict) and not position:
             body = cast("dict[str, object]", body).get(name, msgspec.UNSET)
@@ -70,11 +71,16 @@ def _steps(path: str) -> list[tuple[str, str]]:
 
 
 def _types_at(kind: type[msgspec.Struct], body: object, steps: list[tuple[str, str]]) -> list[inspect.Type]:
-    types = [inspect.type_info(kind)]
+    types = [_described(kind)]
     for name, position in steps:
         types = list(_inner(types, body, name, bool(position)))
         body = find_value(body, f"[{position}]" if position else name)
     return types
+
+
+@lru_cache(maxsize=64)
+def _described(kind: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(kind)
 
 
 def _structs(types: list[inspect.Type]) -> Iterator[inspect.StructType]:

@@ -16,11 +16,11 @@ def always(reason: str) -> Refusal:
     return lambda _value: reason
 
 
-def unless(*allowed: object, reason: str) -> Refusal:
-    """Return a refusal of any value except these; the reason has the value."""
+def unless(*allowed: object, reason: str, shows_value: bool = True) -> Refusal:
+    """Return a refusal of any value except these; the reason has the value, unless it may hold secrets."""
 
     def refuse(value: Any) -> str | None:
         is_allowed = any(value is one or (value == one and type(value) is type(one)) for one in allowed)
-        return None if is_allowed else f"{reason} (got {show_value(value)})"
+        return None if is_allowed else f"{reason} (got {show_value(value)})" if shows_value else reason
 
     return refuse

@@ -159,7 +159,7 @@ class PromptFields(Body, kw_only=True):
         return {
             "tools": _refuse_tools,
             "output_format": always("is no longer supported; use output_config.format"),
-            "mcp_servers": unless([], reason="this server calls no MCP servers; give their tools as tools"),
+            "mcp_servers": unless([], reason="this server calls no MCP servers; give their tools as tools", shows_value=False),
             "inference_geo": unless("global", reason="is not supported; leave it out"),
             **{name: always("is not supported; leave it out") for name in ("container", "compaction", "thread")},
             "context_management": _refuse_context_management,

@@ -158,14 +158,20 @@ def choose_table(device: str, capability: str, path: str | None = None) -> TileT
     path  a file; None: that of the environment variable QUIRE_TILE_TABLE, else the user's own, if it exists. Rules that it
           lacks come from the shipped tables: of the device, else of its capability, else the first
 
-    Raises ConfigError if the file cannot be read, or was given explicitly and has no table for the device.
+    Raises ConfigError if a file that was given has no table for the device or cannot be read; the user's own is then left out.
     """
     asked = path or os.environ.get(VARIABLE)
     shipped = _best(read_tables(SHIPPED), device, capability)
     table = shipped if shipped is not None else read_tables(SHIPPED)[0]
     own = Path(asked) if asked else user_path(device)
     if asked or own.is_file():
-        tables = read_tables(own)
+        try:
+            tables = read_tables(own)
+        except ConfigError as error:
+            if asked:
+                raise
+            logger.warning("tiles of %s are the shipped ones, as the user's table cannot be used: %s", device, error)
+            tables = []
         found = next((one for one in tables if one.device == device), None)
         if found is None and asked:
             names = ", ".join(one.device for one in tables) or "none"

@@ -67,7 +67,7 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, ["budget_tokens"]),
         ({"temperature": 1.5}, ["temperature"]),
         ({"container": "c"}, ["container"]),
-        ({"mcp_servers": [{}]}, ["mcp_servers"]),
+        ({"mcp_servers": [{"authorization_token": "secret"}]}, ["mcp_servers"]),
         ({"inference_geo": "us"}, ["inference_geo"]),
         ({"speed": "slow"}, ["speed"]),
         ({"stop_sequences": [""]}, ["stop_sequences[0]"]),
@@ -81,6 +81,7 @@ def test_what_is_not_supported_is_refused_in_the_shape_of_the_api(body, words):
     assert found["request_id"] == answer.headers["request-id"]
     assert found["error"]["type"] == "invalid_request_error"
     assert all(word in found["error"]["message"] for word in words)
+    assert "secret" not in answer.text
     assert gateway.jobs == []
 
 
