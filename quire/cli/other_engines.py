@@ -45,5 +45,7 @@ def explain_option(option: str, known: Collection[str]) -> str | None:
     """Return what to use in place of another engine's option, None if no option of the command (`known`) is listed for it."""
     if option in _ALWAYS:
         return " (leave it out: it is always on)"
+    if option == "--trust-remote-code":
+        return " (leave it out: code of a checkpoint is never run)"
     name = RENAMED.get(option)
     return f" (use {name})" if name in known else None

@@ -103,19 +103,19 @@ def test_prefix_hits_are_nearly_those_of_one_replica(one, replicas):
 
 def test_a_killed_replica_costs_its_own_requests_and_comes_back_and_sigterm_drains_both():
     with serving("-dp", "2", "--max-num-seqs", "8") as server:
-        expected = _complete(server, PROMPTS[0], max_tokens=400, ignore_eos=True)
+        expected = _complete(server, PROMPTS[0], max_tokens=800, ignore_eos=True)
         pids = server.engine_pids()
         assert len(pids) == 2
         answers = []
 
         def ask():
-            body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+            body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 800, "ignore_eos": True, "temperature": 0.8, "seed": 5}
             answers.append(server.post("/v1/completions", body, timeout=120))
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
-        server.wait_for(lambda: min(running := _running(server)) >= 3 and sum(running) == 8)
+        server.wait_for(lambda: min(running := _running(server)) >= 1 and sum(running) == 8)
         os.kill(pids[1], signal.SIGKILL)
         dead = server.wait_for(lambda: [row for row in server.get("/health").json()["replicas"] if row["engine"] != "ready"])
         assert server.get("/health").status_code == 200
@@ -124,9 +124,8 @@ def test_a_killed_replica_costs_its_own_requests_and_comes_back_and_sigterm_drai
         for thread in threads:
             thread.join()
         by_status = {status: [one for one in answers if one.status_code == status] for status in (200, 503)}
-        assert len(by_status[200]) >= 3
-        assert len(by_status[503]) >= 3
-        assert len(by_status[200]) + len(by_status[503]) == 8
+        assert min(map(len, by_status.values())) >= 1
+        assert sum(map(len, by_status.values())) == 8
         assert all([choice["text"] for choice in one.json()["choices"]] == expected for one in by_status[200])
         assert all(one.json()["error"]["code"] == "engine_error" for one in by_status[503])
         index = dead[0]["replica"]

@@ -348,7 +348,8 @@ def test_unknown_option_is_answered_by_its_own_command(capsys, argv, command, hi
 
 def test_option_of_another_engine_is_answered_with_the_one_to_use(capsys):
     hints = {name: f"use {own}" for name, own in RENAMED.items()} | {
-        "--enable-chunked-prefill": "leave it out: it is always on"
+        "--enable-chunked-prefill": "leave it out: it is always on",
+        "--trust-remote-code": "leave it out: code of a checkpoint is never run",
     }
     parser = make_parser()
     for name, hint in hints.items():
