@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from functools import lru_cache
 from itertools import islice
 from typing import ClassVar, Literal, TypeVar, cast
@@ -259,10 +259,7 @@ def _with_values(message: str, path: str, body: object, struct_type: type[msgspe
         allowed = allowed_values(struct_type, body, path)
         return f"may be one of {', '.join(map(repr, allowed))}, got {show_value(value)}" if allowed else message
     if message.startswith("Expected") and ", got" not in message:
-        given = (
-            f"one of length {len(value)}"
-            if " of length " in message and isinstance(value, str | list | dict) and "[...]" not in path
-            else show_value(value)
-        )
+        has_length = " of length " in message and isinstance(value, str | list | dict) and "[...]" not in path
+        given = f"one of length {len(cast(Sized, value))}" if has_length else show_value(value)
         return f"{message}, got {given}"
     return message

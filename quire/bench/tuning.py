@@ -154,7 +154,7 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     device = torch.device("cuda", torch.cuda.current_device())
     name, traits = torch.cuda.get_device_name(device), DeviceTraits.of(device)
     choose_traits(traits)
-    base = TileTable(name, traits.name, choose_table(name, traits.name).rules)
+    base = TileTable(name, traits.name, choose_table(name, traits.name, is_strict=False).rules)
     limits = Limits(traits.shared_bytes)
     cases = choose_cases(tuning_cases(device), kernels, name)
     inspected: dict[str, CompiledKernel] = {}

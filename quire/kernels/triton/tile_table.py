@@ -152,13 +152,14 @@ def user_path(device: str) -> Path:
     return root / "quire" / "tiles" / f"{name}.json"
 
 
-def choose_table(device: str, capability: str, path: str | None = None) -> TileTable:
+def choose_table(device: str, capability: str, path: str | None = None, *, is_strict: bool = True) -> TileTable:
     """Select the table for a device for all further launches, and return it.
 
     path  a file; None: that of the environment variable QUIRE_TILE_TABLE, else the user's own, if it exists. Rules that it
           lacks come from the shipped tables: of the device, else of its capability, else the first
 
-    Raises ConfigError if a file that was given has no table for the device or cannot be read; the user's own is then left out.
+    Raises ConfigError if a file that was given has no table for the device or cannot be read; the user's own is then left
+    out, and without is_strict any.
     """
     asked = path or os.environ.get(VARIABLE)
     shipped = _best(read_tables(SHIPPED), device, capability)
@@ -168,12 +169,12 @@ def choose_table(device: str, capability: str, path: str | None = None) -> TileT
         try:
             tables = read_tables(own)
         except ConfigError as error:
-            if asked:
+            if asked and is_strict:
                 raise
-            logger.warning("tiles of %s are the shipped ones, as the user's table cannot be used: %s", device, error)
+            logger.warning("tiles of %s are the shipped ones: %s", device, error)
             tables = []
         found = next((one for one in tables if one.device == device), None)
-        if found is None and asked:
+        if found is None and asked and is_strict:
             names = ", ".join(one.device for one in tables) or "none"
             raise ConfigError(f"the table of tiles {own} is for {names}, not for {device}: run `quire tune` there")
         if found is not None:

@@ -83,10 +83,15 @@ def test_tables_are_taken_from_the_option_the_environment_and_the_user_in_this_o
     assert tiles.linear_tile(6, BF16, 100, False).tokens == 16  # what a table does not have is as shipped
 
 
-def test_the_users_own_table_of_an_earlier_version_is_left_out_with_a_warning(tmp_path, caplog):
-    write(user_path(H200), linear_table(32)).write_text('{"version": 1, "tables": []}')
-    assert choose_table(H200, "9.0").rules == read_tables(tile_table.SHIPPED)[0].rules
+def test_a_table_of_an_earlier_version_stops_neither_engines_where_nobody_named_it_nor_tuning(monkeypatch, caplog):
+    own, shipped = write(user_path(H200), linear_table(32)), read_tables(tile_table.SHIPPED)[0].rules
+    own.write_text('{"version": 1, "tables": []}')
+    assert choose_table(H200, "9.0").rules == shipped
     assert "version 1, not 2; create it again with quire tune" in caplog.text
+    monkeypatch.setenv(tile_table.VARIABLE, str(own))
+    assert choose_table(H200, "9.0", is_strict=False).rules == shipped
+    with pytest.raises(ConfigError, match="version 1"):
+        choose_table(H200, "9.0")
 
 
 def test_a_device_without_a_table_gets_the_shipped_one():
