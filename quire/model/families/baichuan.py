@@ -1,4 +1,4 @@
-"""Baichuan 7B and 13B (code of its own): Llama with q, k and v in one matrix; 13B has ALiBi; Baichuan 2 normalises its head."""
+"""Baichuan 7B and 13B (code of its own): joined q, k and v; 13B has ALiBi; 2 (vocab_size 125,696) normalises its head."""
 
 from __future__ import annotations
 
