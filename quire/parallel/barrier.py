@@ -206,9 +206,10 @@ class ProcessBarrier:
     def abort(self, rank: int, reason: AbortReason, text: str = "") -> bool:
         """End the group because of a rank (of the world): waits that lack a member raise. Return whether this call was first.
 
-        text  for the error messages of the others; written to shared memory before the abort word is set
+        text  for the error messages of the others; written to shared memory before the abort word is set, and if another rank
+              was first with the same reason
         """
-        if text and self._native.read_abort_word(self.address) == 0:
+        if text and self.abort_cause in (None, (rank, reason)):
             self.write_account(rank, text)
         return self._native.abort_group(self.address, rank, int(reason))
 

@@ -131,7 +131,7 @@ class ProcessMonitor:
             last_s = now_s
             if self._barrier.abort_cause is None:
                 self._look_for_stalled(now_s)
-            elif not has_told:
+            elif not has_told and not self._is_ending():
                 has_told = True
                 self._spread()
 
@@ -155,11 +155,15 @@ class ProcessMonitor:
         cause = self._barrier.abort_cause
         if cause is not None and cause[1] is AbortReason.CLOSED:
             return
-        rank = self._barrier.ranks[member]
-        if cause is None:
-            self._end_group(rank, AbortReason.ENDED, text)
-        elif cause == (rank, AbortReason.ENDED):
-            self._barrier.write_account(rank, text)  # another rank saw it first, but may not know the signal
+        self._end_group(self._barrier.ranks[member], AbortReason.ENDED, text)
+
+    def _is_ending(self) -> bool:
+        """Return whether another rank has seen the end of a process before this one, which may know the signal."""
+        cause = self._barrier.abort_cause
+        if cause is None or cause[1] is not AbortReason.ENDED or cause[0] not in self._barrier.ranks:
+            return False
+        member = self._barrier.ranks.index(cause[0])
+        return member in self._descriptors and member not in self._has_ended
 
     def _end_group(self, rank: int, reason: AbortReason, text: str) -> None:
         if self._barrier.abort(rank, reason, text):

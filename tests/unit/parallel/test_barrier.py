@@ -100,6 +100,14 @@ def test_account_of_the_leader_is_preferred_where_a_rank_has_ended(monkeypatch):
     leader.join()
 
 
+def test_account_of_the_leader_is_preferred_where_another_rank_was_first():
+    group = SharedGroup(4)
+    assert group.barrier(2).abort(3, AbortReason.ENDED, "rank 3 has ended")
+    assert not group.barrier(0).abort(3, AbortReason.ENDED, "rank 3: killed by SIGKILL")
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        group.barrier(1).check()
+
+
 def test_long_text_is_cut():
     group = SharedGroup(2)
     group.barrier(1).abort(1, AbortReason.FAILED, "é" * 5000)

@@ -285,6 +285,22 @@ def test_other_groups_of_a_rank_end_too():
     timer.join()
 
 
+def test_other_groups_hear_the_signal_where_another_rank_was_first(leader):
+    group, make = leader
+    stage = SharedGroup(SIZE).barrier(0)
+    (pid,) = start_processes(1, lambda _: time.sleep(30) or 0)
+    monitor = make(others=[stage])
+    monitor.watch(1, pid)
+    monitor.start()
+    group.barrier(2).abort(1, AbortReason.ENDED, "rank 1 has ended")
+    beat = group.barrier(0).process_beat(0)
+    wait_until(lambda: group.barrier(0).process_beat(0) > beat + 2)  # the monitor has seen that, and not yet the end itself
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank 1: killed by SIGKILL"):
+        stage.wait()
+    statuses_of([pid])
+
+
 def test_monitor_leaves_no_descriptors():
     group = SharedGroup(SIZE)
     before = open_descriptors()
